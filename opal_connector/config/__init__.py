@@ -1,0 +1,21 @@
+"""What a user may write, and nothing else."""
+
+from opal_connector.config.load import ConfigError, load_config
+from opal_connector.config.schema import (
+    TIER_NAMES,
+    CPUMemoryConfig,
+    OpalConfig,
+    TierConfig,
+)
+from opal_connector.config.sizes import chunk_blocks_for, parse_size_bytes
+
+__all__ = [
+    "TIER_NAMES",
+    "CPUMemoryConfig",
+    "ConfigError",
+    "OpalConfig",
+    "TierConfig",
+    "chunk_blocks_for",
+    "load_config",
+    "parse_size_bytes",
+]

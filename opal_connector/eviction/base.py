@@ -1,0 +1,69 @@
+"""The contract of an eviction policy."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Container
+from typing import Any
+
+Key = Any  # bytes in production, integers in tests
+
+
+class EvictionPolicy(ABC):
+    """An order over keys, some of which are pinned.
+
+    No method looks at bytes, time or anything outside. A key is inserted once, and leaves by
+    `remove` (somebody asked) or by `evict` (room was needed).
+    """
+
+    @abstractmethod
+    def insert(self, key: Key) -> None:
+        """Add a key that the policy does not hold, unpinned and most recently used.
+
+        Raises:
+            KeyError: The key is held already.
+        """
+
+    @abstractmethod
+    def touch(self, key: Key) -> None:
+        """Record an access to a held key, pinned or not.
+
+        Raises:
+            KeyError: The key is not held.
+        """
+
+    @abstractmethod
+    def remove(self, key: Key) -> None:
+        """Forget a held key.
+
+        Raises:
+            KeyError: The key is not held.
+        """
+
+    @abstractmethod
+    def pin(self, key: Key) -> None:
+        """Make a held key unevictable until `unpin`. Pinning twice is pinning once."""
+
+    @abstractmethod
+    def unpin(self, key: Key) -> None:
+        """Make a held key evictable again, at the place that its accesses gave it."""
+
+    @abstractmethod
+    def evict(self, count: int, protected: Container[Key] = ()) -> list[Key] | None:
+        """Forget and return exactly `count` keys, the least valuable first.
+
+        None when there are not that many keys that are neither pinned nor protected; then nothing
+        has changed.
+        """
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __contains__(self, key: object) -> bool: ...
+
+    @abstractmethod
+    def check(self) -> None:
+        """Recompute every derived structure and compare.
+
+        Raises:
+            AssertionError: They differ.
+        """

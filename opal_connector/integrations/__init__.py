@@ -1,0 +1,1 @@
+"""Host engines. Only this room imports them."""

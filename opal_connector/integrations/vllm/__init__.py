@@ -1,0 +1,1 @@
+"""vLLM: the connector's facade, its scheduler half and its worker half."""

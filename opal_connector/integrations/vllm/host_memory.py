@@ -1,0 +1,38 @@
+"""Host memory for a pool: how much there is, and pinned rows of it."""
+
+from pathlib import Path
+
+import torch
+
+from opal_connector.tiers.base import Rows
+
+
+def available_memory_bytes() -> int:
+    """Memory that can be had without swapping: the machine's, or the container's if less."""
+    available = _machine_available_bytes()
+    limit = _read_int(Path("/sys/fs/cgroup/memory.max"))
+    used = _read_int(Path("/sys/fs/cgroup/memory.current"))
+    if limit is not None and used is not None:
+        available = min(available, max(0, limit - used))
+    return available
+
+
+def _machine_available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None  # no such limit ("max"), or no such control group
+
+
+def pinned_host_rows(*, row_count: int, row_bytes: int) -> Rows:
+    """Rows that a device can copy from and to directly. Takes all pages at once."""
+    pool = torch.empty((row_count, row_bytes), dtype=torch.uint8, pin_memory=True)
+    rows: Rows = pool.numpy()  # keeps the tensor alive
+    return rows

@@ -1,0 +1,58 @@
+"""What the two halves say to each other through vLLM. Everything here is pickled between processes.
+
+The classes must be subclasses of vLLM's; their contents are msgspec Structs.
+"""
+
+from dataclasses import dataclass, field
+
+import msgspec
+from typing_extensions import override
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from opal_connector.transfers import NO_JOBS, JobBatch, JobResult
+
+
+class WorkerFacts(msgspec.Struct, frozen=True):
+    """What a worker really has: known only where the KV tensors are.
+
+    `refusal` says why this worker cannot serve, or is empty.
+    """
+
+    rank: int
+    block_count: int
+    row_bytes: int
+    tier_rows: dict[str, int]
+    kv_layout: str
+    attention_backend: str
+    cpu_isa: str
+    refusal: str = ""
+
+
+@dataclass
+class OpalHandshake(KVConnectorHandshakeMetadata):
+    """A worker's facts, once, before the first request."""
+
+    facts: WorkerFacts
+
+
+@dataclass
+class OpalStepJobs(KVConnectorMetadata):
+    """New jobs of one step, scheduler to every worker."""
+
+    jobs: JobBatch = NO_JOBS
+
+
+@dataclass
+class OpalStepResults(KVConnectorWorkerMetadata):
+    """Results of one step, workers to scheduler; one entry per job and rank."""
+
+    results: list[JobResult] = field(default_factory=list)
+
+    @override
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, OpalStepResults)
+        return OpalStepResults([*self.results, *other.results])

@@ -1,0 +1,171 @@
+"""Copies between vLLM's paged KV blocks and the rows of a tier, whole blocks only.
+
+On a CPU the layout inside a block is the kernel's own (keys lie transposed), so a block is opaque:
+its bytes are moved and never interpreted.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import as_strided
+
+from opal_connector.integrations.vllm.layout import BlockView
+from opal_connector.tiers import PagedBlocks
+from opal_connector.tiers.base import Rows
+
+
+def paged_blocks(views: Sequence[BlockView], block_count: int) -> PagedBlocks:
+    """The copier for the device that the tensors are on."""
+    if views[0].tensor.device.type == "cpu":
+        return HostPagedBlocks(views, block_count)
+    return DevicePagedBlocks(views, block_count)
+
+
+class HostPagedBlocks:
+    """Paged blocks in host memory: one strided numpy copy per view and block, without the GIL.
+
+    Holds the tensors; has no other state.
+    """
+
+    batch_blocks = 1  # a row is checked right after its copy, while it is in the cache
+
+    def __init__(self, views: Sequence[BlockView], block_count: int) -> None:
+        self._tensors = [view.tensor for view in views]
+        self.row_bytes = sum(view.block_bytes for view in views)
+        self._parts: list[tuple[int, int, tuple[int, ...], Rows]] = []
+        start = 0
+        for view in views:
+            shape = tuple(size for size, _ in view.dims)
+            stop = start + view.block_bytes
+            self._parts.append((start, stop, shape, _host_array(view, block_count)))
+            start = stop
+
+    def ready_mark(self) -> object:
+        """None: when a job is submitted, the host has finished the forward pass."""
+        return None
+
+    def gather(
+        self, block_ids: Sequence[int], rows: Rows, tier_rows: Sequence[int], after: object
+    ) -> None:
+        """Copy blocks to rows."""
+        del after
+        for block_id, row in zip(block_ids, tier_rows, strict=True):
+            target = rows[row]
+            for start, stop, shape, blocks in self._parts:
+                target[start:stop].reshape(shape)[...] = blocks[block_id]
+
+    def scatter(
+        self, block_ids: Sequence[int], rows: Rows, tier_rows: Sequence[int], after: object
+    ) -> None:
+        """Copy rows to blocks."""
+        del after
+        for block_id, row in zip(block_ids, tier_rows, strict=True):
+            source = rows[row]
+            for start, stop, shape, blocks in self._parts:
+                blocks[block_id] = source[start:stop].reshape(shape)
+
+
+class DevicePagedBlocks:
+    """Paged blocks on an accelerator: gathered there, then moved to pinned rows on a side stream.
+
+    Mutable state: the side stream, used by the transfer threads one at a time per call. On CPU
+    tensors it runs without streams, which is how its logic is tested.
+    """
+
+    batch_blocks = 64  # bounds the staging buffer on the device
+
+    def __init__(self, views: Sequence[BlockView], block_count: int) -> None:
+        self._device = views[0].tensor.device
+        self.row_bytes = sum(view.block_bytes for view in views)
+        self._views = [_device_view(view, block_count) for view in views]
+        self._is_cuda = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if self._is_cuda else None
+
+    def ready_mark(self) -> object:
+        """An event behind everything that the current stream was given so far."""
+        if not self._is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def gather(
+        self, block_ids: Sequence[int], rows: Rows, tier_rows: Sequence[int], after: object
+    ) -> None:
+        """Copy blocks to rows; returns when the bytes are on the host."""
+        pool = torch.from_numpy(rows)
+        with torch.cuda.stream(self._stream):  # a null context when the stream is None
+            self._wait(after)
+            index = self._index(block_ids)
+            staged = [
+                torch.index_select(view, 0, index).reshape(len(block_ids), -1)
+                for view in self._views
+            ]
+            block = staged[0] if len(staged) == 1 else torch.cat(staged, dim=1)
+            for first, last, row in _row_runs(tier_rows):
+                pool[row : row + last - first].copy_(block[first:last], non_blocking=True)
+            self._finish()
+
+    def scatter(
+        self, block_ids: Sequence[int], rows: Rows, tier_rows: Sequence[int], after: object
+    ) -> None:
+        """Copy rows to blocks; returns when the blocks are complete on the device."""
+        pool = torch.from_numpy(rows)
+        with torch.cuda.stream(self._stream):
+            self._wait(after)
+            block = torch.empty(
+                (len(block_ids), self.row_bytes), dtype=torch.uint8, device=self._device
+            )
+            for first, last, row in _row_runs(tier_rows):
+                block[first:last].copy_(pool[row : row + last - first], non_blocking=True)
+            index = self._index(block_ids)
+            start = 0
+            for view in self._views:
+                stop = start + view[0].numel()
+                view.index_copy_(0, index, block[:, start:stop].reshape(-1, *view.shape[1:]))
+                start = stop
+            self._finish()
+
+    def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(list(block_ids), dtype=torch.int64, device=self._device)
+
+    def _wait(self, after: object) -> None:
+        if self._stream is not None and isinstance(after, torch.cuda.Event):
+            self._stream.wait_event(after)
+
+    def _finish(self) -> None:
+        if self._stream is not None:
+            done = torch.cuda.Event()
+            done.record(self._stream)
+            done.synchronize()
+
+
+def _host_array(view: BlockView, block_count: int) -> Rows:
+    """The view as a numpy array over the tensor's own memory: (blocks, *dims) of bytes."""
+    storage = view.tensor.untyped_storage()
+    memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+    flat = np.frombuffer(memory, dtype=np.uint8)
+    shape = (block_count, *(size for size, _ in view.dims))
+    strides = (view.block_stride, *(stride for _, stride in view.dims))
+    return as_strided(flat[view.offset :], shape=shape, strides=strides)
+
+
+def _device_view(view: BlockView, block_count: int) -> torch.Tensor:
+    flat = torch.empty(0, dtype=torch.uint8, device=view.tensor.device)
+    flat.set_(view.tensor.untyped_storage())
+    shape = (block_count, *(size for size, _ in view.dims))
+    strides = (view.block_stride, *(stride for _, stride in view.dims))
+    return torch.as_strided(flat, shape, strides, view.offset)
+
+
+def _row_runs(tier_rows: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Adjacent rows as `(first position, position after the last, first row)`."""
+    runs: list[tuple[int, int, int]] = []
+    for position, row in enumerate(tier_rows):
+        if runs and row == runs[-1][2] + position - runs[-1][0]:
+            runs[-1] = (runs[-1][0], position + 1, runs[-1][2])
+        else:
+            runs.append((position, position + 1, row))
+    return runs

@@ -1,0 +1,411 @@
+"""The scheduler half: asks the books, turns their plans into jobs, tells them what came of it.
+
+It runs in the engine core's thread, inside `schedule()` and `update_from_output()`: nothing here
+waits, and nothing touches a byte of KV.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from opal_connector.config import OpalConfig
+from opal_connector.events import EventLog
+from opal_connector.integrations.vllm.block_holds import BlockHolds
+from opal_connector.integrations.vllm.books import Books, build_books
+from opal_connector.integrations.vllm.facts import group_facts
+from opal_connector.integrations.vllm.identity import (
+    LoraFingerprints,
+    is_cacheable,
+    request_identity,
+)
+from opal_connector.integrations.vllm.kv_events import host_events
+from opal_connector.integrations.vllm.messages import (
+    OpalStepJobs,
+    OpalStepResults,
+    WorkerFacts,
+)
+from opal_connector.integrations.vllm.stats import OpalStats
+from opal_connector.integrations.vllm.tracker import IDENTITY_WAIT_SECONDS, RequestTracker
+from opal_connector.managers import LookupState
+from opal_connector.managers.jobs import JobKind
+from opal_connector.transfers import JobBatch, LoadJob, StoreJob
+
+logger = logging.getLogger(__name__)
+
+_HIT_SOURCES = {"CPUMemory": CacheHitSource.HOST}
+_EXPIRY_SECONDS = 5.0
+_GAUGE_SECONDS = 1.0
+_HOLD_PATIENCE_SECONDS = 1.0
+_NO_STEP_JOBS = OpalStepJobs()
+_MISS = (0, False)
+_ASK_AGAIN = (None, False)
+
+
+class SchedulerHalf:
+    """The books of one engine, and the requests on their way through it.
+
+    Mutable state: `_trackers` (one per live request), `_fetching` (requests between load and
+    first step), the jobs not yet sent and the blocks held for stores; used by one thread.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: OpalConfig
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._config = config
+        self._group = group_facts(vllm_config, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        self._may_load = bool(transfer.is_kv_consumer)
+        self._may_store = bool(transfer.is_kv_producer)
+        events = vllm_config.kv_events_config
+        self._log = EventLog(enabled=bool(events and events.enable_kv_cache_events))
+        self._events_due: float | None = None
+        self.books: Books | None = None
+        self.holds: BlockHolds | None = None
+        self._loras = LoraFingerprints()
+        self._trackers: dict[str, RequestTracker] = {}
+        self._fetching: set[str] = set()
+        self._loads: list[LoadJob] = []
+        self._stores: list[StoreJob] = []
+        self._next_expiry = 0.0
+        self._next_gauges = 0.0
+        if transfer.kv_load_failure_policy != "recompute":
+            logger.warning(
+                'kv_load_failure_policy is "%s": a chunk that cannot be loaded fails its request; '
+                'set it to "recompute" to make it a miss',
+                transfer.kv_load_failure_policy,
+            )
+
+    # ---- coming up ----
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        """The device's blocks, whose owners stores must outlive."""
+        self.holds = BlockHolds(pool)
+
+    def start(self, workers: list[WorkerFacts]) -> None:
+        """Build the books from what the workers have. Until then nothing hits or is stored."""
+        refusals = sorted({worker.refusal for worker in workers if worker.refusal})
+        if isinstance(self._group, str):
+            refusals = [self._group]
+        if refusals or isinstance(self._group, str):
+            logger.warning("Opal is off, the model runs uncached: %s", "; ".join(refusals))
+            return
+        if not self._config.kvc_tiers:
+            logger.warning("Opal is off: kvc_tiers is empty")
+            return
+        self.books = build_books(
+            vllm_config=self._vllm_config,
+            group=self._group,
+            workers=workers,
+            config=self._config,
+            log=self._log,
+            warn=logger.warning,
+        )
+        database = self.books.manager.database
+        tiers = ", ".join(
+            f"{tier.tier} {tier.capacity_bytes / (1 << 30):.2f} GiB a worker, "
+            f"{self._config.tier(tier.tier).eviction_policy}"
+            for tier in self.books.manager.storage.tiers
+        )
+        logger.info(
+            "Opal is on: %s; chunks of %d tokens (%d blocks, %.2f MiB); unfull chunks %s; "
+            "max_kvc_ready_requests %d; %d worker(s), %s/%s; namespace %s",
+            tiers,
+            database.chunk_blocks * database.block_tokens,
+            database.chunk_blocks,
+            database.chunk_blocks * self.books.row_bytes / (1 << 20),
+            "kept" if self._config.save_unfull_chunk else "dropped",
+            self._config.max_kvc_ready_requests,
+            len(workers),
+            workers[0].attention_backend,
+            workers[0].cpu_isa,
+            self.books.metadata.namespace.hex()[:16],
+        )
+
+    # ---- one request ----
+
+    def add_request(self, request: Request) -> None:
+        """Begin to follow a request. Its adapter, if any, is read in the background."""
+        if self.books is None or not is_cacheable(request):
+            return
+        tracker = RequestTracker(request)
+        self._trackers[request.request_id] = tracker
+        if request.lora_request is not None:
+            tracker.lora_fingerprint = self._loras.start(request.lora_request.lora_path)
+        else:
+            self._identify(tracker, None)
+
+    def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that a load could add to `computed_tokens`; None asks vLLM to come again.
+
+        At least the last token is left to compute, in whole blocks.
+        """
+        tracker = self._trackers.get(request.request_id)
+        if self.books is None or tracker is None or request.skip_reading_prefix_cache:
+            return _MISS
+        now = time.monotonic()
+        opal = tracker.opal
+        if opal is None:
+            if self._may_ask_again(tracker, now):
+                return _ASK_AGAIN
+            opal = tracker.opal
+            if opal is None:
+                return _MISS
+        block_tokens = self.books.manager.database.block_tokens
+        tracker.computed_blocks = computed_tokens // block_tokens
+        tracker.lookup_tokens = request.num_tokens - computed_tokens
+        tracker.tier_tokens = {}
+        if not self._may_load:
+            return _MISS
+        opal.extend(request.all_token_ids)
+        max_blocks = (request.num_tokens - 1) // block_tokens - self._margin_blocks
+        result = self.books.manager.lookup(
+            opal, computed_blocks=tracker.computed_blocks, max_blocks=max_blocks, now=now
+        )
+        if result.state is LookupState.MISS:
+            return _MISS
+        if result.state is LookupState.WAIT or self._is_gate_closed(request.request_id):
+            return _ASK_AGAIN
+        tracker.tier_tokens = result.tier_tokens
+        return result.block_count * block_tokens, True
+
+    def allocated(self, request: Request, block_ids: Sequence[int], external_tokens: int) -> None:
+        """vLLM has admitted the request; `external_tokens` of it are to be loaded into its blocks.
+
+        `block_ids` are all blocks of the request; those to fill lie behind the computed ones of
+        the last lookup.
+        """
+        tracker = self._trackers.get(request.request_id)
+        if self.books is None or tracker is None or tracker.opal is None:
+            return
+        if external_tokens == 0:
+            self.books.manager.release(tracker.opal)
+            tracker.tier_tokens = {}
+        else:
+            first = tracker.computed_blocks
+            count = external_tokens // self.books.manager.database.block_tokens
+            destinations = block_ids[first : first + count]
+            self._loads.append(self.books.manager.plan_load(tracker.opal, destinations))
+            self._fetching.add(request.request_id)
+        if tracker.lookup_tokens is not None and request.num_preemptions == 0:
+            self.books.manager.count_admission(tracker.tier_tokens, tracker.lookup_tokens)
+        tracker.lookup_tokens = None
+
+    def hit_sources(self, request: Request, external_tokens: int) -> dict[CacheHitSource, int]:
+        """Where the tokens of the load just planned come from, in vLLM's terms."""
+        tracker = self._trackers.get(request.request_id)
+        sources: dict[CacheHitSource, int] = {}
+        for tier, tokens in (tracker.tier_tokens if tracker is not None else {}).items():
+            source = _HIT_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+            sources[source] = sources.get(source, 0) + tokens
+        if sum(sources.values()) != external_tokens:
+            return {CacheHitSource.EXTERNAL_UNSPECIFIED: external_tokens}
+        return sources
+
+    def finish(self, request: Request, block_ids: Sequence[int]) -> dict[str, Any] | None:
+        """The request has ended: store its tail, give back what it held, say what it had.
+
+        Returns:
+            What the response carries under `kv_transfer_params`.
+        """
+        tracker = self._trackers.pop(request.request_id, None)
+        self._fetching.discard(request.request_id)
+        if self.books is None or tracker is None or tracker.opal is None:
+            return None
+        if tracker.sure_tokens:
+            self._plan_store(tracker, block_ids, time.monotonic(), include_tail=True)
+        self.books.manager.end_request(tracker.opal)
+        hit_tokens = {tier: count for tier, count in tracker.opal.hit_tokens.items() if count}
+        return {"opal": {"hit_tokens": hit_tokens, "stored_tokens": tracker.opal.stored_tokens}}
+
+    # ---- one step ----
+
+    def plan_step(self, output: SchedulerOutput) -> OpalStepJobs:
+        """Plan what this step will surely have computed; hand over all new jobs."""
+        if self.books is None:
+            return _NO_STEP_JOBS
+        now = time.monotonic()
+        if now >= self._next_expiry:
+            self._next_expiry = now + _EXPIRY_SECONDS
+            self.books.manager.expire(now)
+        for request_id in output.preempted_req_ids or ():
+            self._restart(request_id)
+        for request_id in output.scheduled_cached_reqs.resumed_req_ids:
+            self._restart(request_id)
+        if self._may_store:
+            self._plan_stores(output, now)
+        else:
+            self._fetching.difference_update(output.num_scheduled_tokens)
+        if not (self._loads or self._stores):
+            return _NO_STEP_JOBS
+        jobs = JobBatch(tuple(self._loads), tuple(self._stores))
+        self._loads, self._stores = [], []
+        return OpalStepJobs(jobs)
+
+    def take_output(self, output: KVConnectorOutput) -> None:
+        """Commit what the workers report, before anything is looked up again."""
+        meta = output.kv_connector_worker_meta
+        if self.books is None or not isinstance(meta, OpalStepResults):
+            return
+        for result in meta.results:
+            job = self.books.manager.commit(result)
+            if job is not None and job.kind is JobKind.STORE and self.holds is not None:
+                self.holds.release(job.job_id)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Events for vLLM's stream, at most every `kvcevent_coalesce_time` seconds."""
+        if self.books is None or not len(self._log):
+            return ()
+        now = time.monotonic()
+        if self._events_due is None:
+            self._events_due = now + self._config.kvcevent_coalesce_time
+        if now < self._events_due:
+            return ()
+        self._events_due = None
+        return host_events(
+            self.books.manager.take_events(), self.books.manager.database.block_tokens
+        )
+
+    def take_stats(self) -> OpalStats | None:
+        """Numbers since the last call, None when nothing changed."""
+        if self.books is None:
+            return None
+        manager = self.books.manager
+        data: dict[str, Any] = manager.take_counters()
+        now = time.monotonic()
+        if data and now >= self._next_gauges:
+            self._next_gauges = now + _GAUGE_SECONDS
+            data["capacity_bytes"] = {t.tier: t.capacity_bytes for t in manager.storage.tiers}
+            data["used_bytes"] = {t.tier: t.used_bytes for t in manager.storage.tiers}
+        return OpalStats(data) if data else None
+
+    def has_work(self) -> bool:
+        """Whether the engine must step on although no request needs it."""
+        if self.books is None:
+            return False
+        return bool(
+            self.books.manager.open_job_count or self._loads or self._stores or len(self._log)
+        )
+
+    def frees_blocks_soon(self) -> bool:
+        """Whether waiting a step gives vLLM blocks that a preemption would cost a request."""
+        return self.holds is not None and self.holds.frees_soon(
+            time.monotonic(), _HOLD_PATIENCE_SECONDS
+        )
+
+    def reset(self) -> bool:
+        """Empty every tier."""
+        if self.books is not None:
+            self.books.manager.reset()
+            logger.info("all tiers were emptied on request")
+        return True
+
+    def close(self) -> None:
+        """End the background thread."""
+        self._loras.close()
+
+    # ---- inside ----
+
+    @property
+    def _margin_blocks(self) -> int:
+        """Blocks at the end of a hit that a draft model must recompute."""
+        return int(not isinstance(self._group, str) and self._group.is_eagle)
+
+    def _identify(self, tracker: RequestTracker, lora_fingerprint: str | None) -> None:
+        assert self.books is not None
+        request = tracker.request
+        tracker.opal = self.books.manager.new_request(
+            request.request_id,
+            request_identity(request, lora_fingerprint),
+            lora_name=request.lora_request.lora_name if request.lora_request else None,
+        )
+
+    def _may_ask_again(self, tracker: RequestTracker, now: float) -> bool:
+        """Identify a request whose adapter has been read; True while it may still be waited for."""
+        future = tracker.lora_fingerprint
+        if future is None:
+            return False
+        if not future.done():
+            tracker.asked_at = now if tracker.asked_at is None else tracker.asked_at
+            return now - tracker.asked_at < IDENTITY_WAIT_SECONDS
+        tracker.lora_fingerprint = None
+        if future.exception() is None:
+            self._identify(tracker, future.result())
+        return False
+
+    def _is_gate_closed(self, request_id: str) -> bool:
+        """Opal's gate: so many requests may be fetching, or fetched and not yet begun."""
+        ahead = len(self._fetching) - (request_id in self._fetching)
+        return ahead >= self._config.max_kvc_ready_requests
+
+    def _restart(self, request_id: str) -> None:
+        self._fetching.discard(request_id)
+        tracker = self._trackers.get(request_id)
+        if tracker is not None:
+            tracker.restart()
+
+    def _plan_stores(self, output: SchedulerOutput, now: float) -> None:
+        """Look at every request of the step; most have completed no chunk."""
+        assert self.books is not None
+        database = self.books.manager.database
+        chunk_tokens = database.chunk_blocks * database.block_tokens
+        trackers = self._trackers
+        for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
+            self._fetching.discard(request_id)
+            tracker = trackers.get(request_id)
+            if tracker is None or tracker.opal is None:
+                continue
+            request = tracker.request
+            # Drafted tokens may be rejected: nothing beyond the request's own tokens is sure.
+            sure_tokens = request.num_computed_tokens + scheduled_tokens
+            if sure_tokens > request.num_tokens:
+                sure_tokens = request.num_tokens
+            tracker.sure_tokens = sure_tokens
+            ends_prompt = not tracker.has_planned_tail and sure_tokens >= request.num_prompt_tokens
+            if sure_tokens // chunk_tokens <= tracker.planned_chunks and not ends_prompt:
+                continue
+            tracker.planned_chunks = sure_tokens // chunk_tokens
+            tracker.has_planned_tail = tracker.has_planned_tail or ends_prompt
+            state = output.kv_connector_block_state
+            tables = state.get_block_ids(request_id) if state is not None else None
+            if tables is not None:
+                self._plan_store(tracker, tables[0], now, include_tail=ends_prompt)
+
+    def _plan_store(
+        self, tracker: RequestTracker, block_ids: Sequence[int], now: float, *, include_tail: bool
+    ) -> None:
+        assert self.books is not None
+        assert tracker.opal is not None
+        if self.holds is None or not self._may_store:
+            return
+        tokens = tracker.request.all_token_ids
+        tracker.opal.extend(tokens)
+        job = self.books.manager.plan_store(
+            tracker.opal,
+            full_blocks=tracker.sure_tokens // self.books.manager.database.block_tokens,
+            block_ids=block_ids,
+            include_tail=include_tail,
+            tokens=tokens,
+            max_blocks=self.holds.spare_blocks,
+        )
+        if job is None:
+            return
+        held = [block_id for item in job.objects for block_id in item.block_ids]
+        self.holds.hold(job.job_id, held, now)
+        self._stores.append(job)
+
+
+def facts_of(metadata: Mapping[Any, Any]) -> list[WorkerFacts]:
+    """The workers' facts from vLLM's handshake, by rank."""
+    return sorted((shake.facts for shake in metadata.values()), key=lambda facts: facts.rank)

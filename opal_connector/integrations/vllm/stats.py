@@ -1,0 +1,116 @@
+"""Opal's numbers in vLLM's log line and on vLLM's /metrics."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import override
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+
+GAUGES = ("capacity_bytes", "used_bytes")
+
+
+@dataclass
+class OpalStats(KVConnectorStats):
+    """Increments and levels of one interval: field name to label to number.
+
+    `data` holds the fields of `BookCounters`, `evictions`, and the gauges of `GAUGES`.
+    """
+
+    @override
+    def reset(self) -> None:
+        self.data = {}
+
+    @override
+    def aggregate(self, other: KVConnectorStats) -> "OpalStats":
+        for field, values in other.data.items():
+            mine = self.data.setdefault(field, {})
+            for label, amount in values.items():
+                mine[label] = amount if field in GAUGES else mine.get(label, 0) + amount
+        return self
+
+    @override
+    def reduce(self) -> dict[str, int | float]:
+        hits = sum(self.data.get("hit_tokens", {}).values())
+        reduced: dict[str, int | float] = {}
+        for tier, amount in self.data.get("hit_tokens", {}).items():
+            reduced[f"{tier} hit tokens"] = amount
+        missed = min(self.data.get("miss_tokens", {"": 0}).values())
+        if hits or missed:
+            reduced["hit rate %"] = round(100 * hits / (hits + missed), 1)
+        for verb in ("load", "store"):
+            moved = sum(self.data.get(f"{verb}_bytes", {}).values())
+            seconds = sum(self.data.get(f"{verb}_seconds", {}).values())
+            if moved:
+                reduced[f"{verb} MB"] = round(moved / 1e6, 1)
+                reduced[f"{verb} GB/s"] = round(moved / 1e9 / max(seconds, 1e-9), 2)
+        for field in ("evictions", "dropped_stores", "failures"):
+            amount = sum(self.data.get(field, {}).values())
+            if amount:
+                reduced[field.replace("_", " ")] = amount
+        for tier, capacity in self.data.get("capacity_bytes", {}).items():
+            used = self.data.get("used_bytes", {}).get(tier, 0)
+            reduced[f"{tier} used %"] = round(100 * used / max(1, capacity), 1)
+        return reduced
+
+    @override
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+# field of OpalStats.data -> metric, label, help
+_COUNTERS = {
+    "hit_tokens": ("vllm:opal_hit_tokens", "tier", "Prompt tokens served from a tier."),
+    "miss_tokens": (
+        "vllm:opal_miss_tokens",
+        "tier",
+        "Prompt tokens that a tier was asked for and did not have.",
+    ),
+    "load_bytes": ("vllm:opal_load_bytes", "tier", "Bytes loaded from a tier."),
+    "load_seconds": ("vllm:opal_load_seconds", "tier", "Thread seconds of loads from a tier."),
+    "store_bytes": ("vllm:opal_store_bytes", "tier", "Bytes stored to a tier."),
+    "store_seconds": ("vllm:opal_store_seconds", "tier", "Thread seconds of stores to a tier."),
+    "evictions": ("vllm:opal_evictions", "tier", "Objects evicted from a tier."),
+    "dropped_stores": ("vllm:opal_dropped_stores", "reason", "Stores that were not made."),
+    "failures": ("vllm:opal_failures", "kind", "Objects that could not be moved."),
+}
+_GAUGES = {
+    "capacity_bytes": ("vllm:opal_capacity_bytes", "tier", "Limit of a tier, per worker."),
+    "used_bytes": ("vllm:opal_used_bytes", "tier", "Bytes in use in a tier, per worker."),
+}
+
+
+class OpalPromMetrics(KVConnectorPromMetrics):
+    """Feeds `OpalStats` into Prometheus, in the front-end process."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            field: self._counter_cls(name=name, documentation=text, labelnames=[*labelnames, label])
+            for field, (name, label, text) in _COUNTERS.items()
+        }
+        self._gauges = {
+            field: self._gauge_cls(name=name, documentation=text, labelnames=[*labelnames, label])
+            for field, (name, label, text) in _GAUGES.items()
+        }
+
+    @override
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        engine_labels = self.per_engine_labelvalues[engine_idx]
+        for field, values in transfer_stats_data.items():
+            for label, amount in values.items():
+                if field in self._counters:
+                    self._counters[field].labels(*engine_labels, label).inc(max(0, amount))
+                elif field in self._gauges:
+                    self._gauges[field].labels(*engine_labels, label).set(amount)

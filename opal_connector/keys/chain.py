@@ -1,0 +1,132 @@
+"""The hash chain: one digest per block, each over its parent, its tokens and its extras.
+
+`H_j = SHA-256(H_{j-1} || uint32-LE tokens of block j || canonical extras of block j)`. The block
+length is fixed, so the three parts cannot be confused; extras are tagged and length-prefixed. The
+chain is the same in every process, on every rank and in the router: it depends on nothing but
+what is hashed.
+"""
+
+import struct
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import sha256
+
+import msgspec
+
+HASH_BYTES = 32
+CHAIN_ROOT = sha256(b"opal_connector/chain/1").digest()
+_TAG_LORA = b"\x01"
+_TAG_MULTIMODAL = b"\x02"
+_TAG_CACHE_SALT = b"\x03"
+
+
+class LoraIdentity(msgspec.Struct, frozen=True):
+    """What makes two adapters different: name, path and a fingerprint of the weights."""
+
+    name: str
+    path: str
+    fingerprint: str
+
+
+class MultimodalSpan(msgspec.Struct, frozen=True):
+    """One multimodal input: its content identifier and the tokens that stand for it."""
+
+    identifier: str
+    offset_tokens: int
+    length_tokens: int
+
+
+class RequestIdentity(msgspec.Struct, frozen=True):
+    """Everything besides the tokens that decides what a request's KV holds, or who may see it."""
+
+    lora: LoraIdentity | None = None
+    cache_salt: str | None = None
+    multimodal: tuple[MultimodalSpan, ...] = ()
+
+
+def _tagged(tag: bytes, *parts: bytes) -> bytes:
+    body = b"".join(struct.pack("<I", len(part)) + part for part in parts)
+    return tag + struct.pack("<I", len(body)) + body
+
+
+def canonical_extras(identity: RequestIdentity, *, block_index: int, block_tokens: int) -> bytes:
+    """Bytes that tell apart equal tokens of block `block_index` with different identities.
+
+    Adapter and salt go into block 0 only: the chain carries them to every later block.
+    """
+    parts: list[bytes] = []
+    if block_index == 0:
+        if identity.lora is not None:
+            lora = identity.lora
+            parts.append(
+                _tagged(
+                    _TAG_LORA, lora.name.encode(), lora.path.encode(), lora.fingerprint.encode()
+                )
+            )
+        if identity.cache_salt is not None:
+            parts.append(_tagged(_TAG_CACHE_SALT, identity.cache_salt.encode()))
+    start = block_index * block_tokens
+    end = start + block_tokens
+    for span in identity.multimodal:
+        if span.offset_tokens < end and span.offset_tokens + span.length_tokens > start:
+            relative = struct.pack("<q", span.offset_tokens - start)
+            parts.append(_tagged(_TAG_MULTIMODAL, span.identifier.encode(), relative))
+    return b"".join(parts)
+
+
+class TokenChain:
+    """The block hashes of one token sequence that only grows.
+
+    Mutable state: `hashes`. A chain belongs to one request and one thread.
+    """
+
+    __slots__ = ("_block_tokens", "_identity", "_plain_after", "hashes")
+
+    def __init__(self, identity: RequestIdentity, block_tokens: int) -> None:
+        self._identity = identity
+        self._block_tokens = block_tokens
+        last_span_end = max(
+            (span.offset_tokens + span.length_tokens for span in identity.multimodal), default=0
+        )
+        # From this block on no extras exist, so the fast loop applies.
+        self._plain_after = max(1, -(-last_span_end // block_tokens))
+        self.hashes: list[bytes] = []
+
+    def extend(self, tokens: Sequence[int]) -> int:
+        """Hash the whole blocks of `tokens` that are not hashed yet.
+
+        Args:
+            tokens: The full sequence from its first token; what was hashed before is not read.
+
+        Returns:
+            The number of blocks hashed by this call.
+
+        Raises:
+            OverflowError: A token id is negative or above 2**32 - 1.
+        """
+        hashes = self.hashes
+        block_tokens = self._block_tokens
+        first = len(hashes)
+        stop = len(tokens) // block_tokens
+        if stop <= first:
+            return 0
+        packed = array("I", tokens[first * block_tokens : stop * block_tokens])
+        if sys.byteorder == "big":
+            packed.byteswap()
+        raw = packed.tobytes()
+        width = 4 * block_tokens
+        parent = hashes[-1] if hashes else CHAIN_ROOT
+        append = hashes.append
+        index = first
+        offset = 0
+        while index < stop and index < self._plain_after:
+            extras = canonical_extras(self._identity, block_index=index, block_tokens=block_tokens)
+            parent = sha256(parent + raw[offset : offset + width] + extras).digest()
+            append(parent)
+            index += 1
+            offset += width
+        for begin in range(offset, len(raw), width):
+            parent = sha256(parent + raw[begin : begin + width]).digest()
+            append(parent)
+        return stop - first

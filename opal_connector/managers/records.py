@@ -1,0 +1,77 @@
+"""What the books write down about one object: one chunk of one kv group in one tier."""
+
+from enum import IntEnum
+from typing import NewType
+
+import msgspec
+
+from opal_connector.keys import HASH_BYTES
+
+ObjectKey = NewType("ObjectKey", bytes)
+
+
+class ObjectState(IntEnum):
+    """The life of an object in one tier."""
+
+    ABSENT = 0
+    WRITING = 1  # rows reserved, bytes in motion, not to be read
+    READY = 2
+    LOADING = 3  # READY, and a load reads it now
+    QUARANTINED = 4  # its bytes are not what was stored; rows are kept until nobody uses them
+
+
+def object_key(chunk_hash: bytes, group: int) -> ObjectKey:
+    """The index key of an object: the chunk's hash, then the kv group."""
+    return ObjectKey(chunk_hash + group.to_bytes(2, "little"))
+
+
+class ObjectSpec(msgspec.Struct, frozen=True, gc=False):
+    """An object that could be stored.
+
+    `run` is the concatenation of the hashes of its blocks, `first_block` the position of the first
+    one in its sequence.
+    """
+
+    group: int
+    parent_hash: bytes
+    run: bytes
+    first_block: int
+
+    @property
+    def block_count(self) -> int:
+        """Blocks in the object."""
+        return len(self.run) // HASH_BYTES
+
+    @property
+    def key(self) -> ObjectKey:
+        """The index key."""
+        return object_key(self.run[-HASH_BYTES:], self.group)
+
+
+class ObjectRecord(msgspec.Struct, gc=False, eq=False):
+    """One object's entry in one tier's index.
+
+    `leases` counts everybody who relies on the rows, loads included; `loads` the loads alone. Not
+    tracked by the garbage collector: a million of these must not make a collection slow, and they
+    refer to nothing that could refer back.
+    """
+
+    key: ObjectKey
+    group: int
+    parent_hash: bytes
+    run: bytes
+    rows: tuple[int, ...]
+    size_bytes: int
+    state: ObjectState
+    leases: int = 0
+    loads: int = 0
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether a lookup may count on it."""
+        return self.state is ObjectState.READY or self.state is ObjectState.LOADING
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its rows must not be given away."""
+        return self.leases > 0 or self.state is ObjectState.WRITING

@@ -1,0 +1,56 @@
+"""What the books remember about one request while it lives."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from opal_connector.keys import TokenChain
+from opal_connector.managers.single_type import Segment
+
+
+class Lease(msgspec.Struct, gc=False):
+    """Objects promised to a request between its lookup and its load.
+
+    `version` is that of the books when the walk was made; while it is current, asking again costs
+    nothing. `deadline` (monotonic seconds) is the safety net, not the mechanism.
+    """
+
+    version: int
+    computed_blocks: int
+    max_blocks: int
+    segments: tuple[Segment, ...]
+    block_count: int
+    deadline: float
+
+
+class OpalRequest:
+    """One request's chain, its lease and how far it is stored.
+
+    Mutable state: everything below; guarded by the lock of `OpalKVCacheManager`, except `chain`,
+    which belongs to the thread that calls for this request.
+    """
+
+    __slots__ = (
+        "chain",
+        "hit_tokens",
+        "lease",
+        "lora_name",
+        "next_chunk",
+        "request_id",
+        "stored_tokens",
+        "waiting_since",
+    )
+
+    def __init__(self, request_id: str, chain: TokenChain, lora_name: str | None = None) -> None:
+        self.request_id = request_id
+        self.chain = chain
+        self.lora_name = lora_name
+        self.lease: Lease | None = None
+        self.next_chunk = 0
+        self.waiting_since: float | None = None
+        self.hit_tokens: dict[str, int] = {}
+        self.stored_tokens = 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Hash what is new of the request's tokens."""
+        self.chain.extend(tokens)

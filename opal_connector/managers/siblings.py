@@ -1,0 +1,92 @@
+"""Objects that begin with the same block, found by their longest common run of blocks.
+
+A block's hash includes its whole prefix, so objects that share their first block share the parent
+too. Under one first block the runs (concatenated block hashes) are kept sorted: the run with the
+longest common beginning is then a neighbour of the place where the wanted run would stand.
+"""
+
+from bisect import bisect_left, insort
+
+from opal_connector.keys import HASH_BYTES
+
+
+def common_blocks(left: bytes, right: bytes) -> int:
+    """Blocks at the start of both runs that are the same.
+
+    Equal hashes at one place imply equal hashes before it, so this is a binary search.
+    """
+    low, high = 0, min(len(left), len(right)) // HASH_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        end = middle * HASH_BYTES
+        if left[end - HASH_BYTES : end] == right[end - HASH_BYTES : end]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class SiblingIndex:
+    """Sorted runs by (kv group, first block).
+
+    Mutable state: `_families`, guarded by the owner of the books.
+    """
+
+    def __init__(self) -> None:
+        self._families: dict[bytes, list[bytes]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(family) for family in self._families.values())
+
+    def add(self, run: bytes, group: int) -> None:
+        """Add a run."""
+        insort(self._families.setdefault(_family(run, group), []), run)
+
+    def discard(self, run: bytes, group: int) -> None:
+        """Take a run out, if it is there."""
+        name = _family(run, group)
+        family = self._families.get(name)
+        if family is None:
+            return
+        place = bisect_left(family, run)
+        if place < len(family) and family[place] == run:
+            del family[place]
+            if not family:
+                del self._families[name]
+
+    def longest(self, wanted: bytes, group: int) -> tuple[bytes, int]:
+        """The run with the longest common beginning with `wanted`, and that length in blocks.
+
+        `(b"", 0)` when nothing begins with the same block.
+        """
+        family = self._families.get(_family(wanted, group))
+        if not family:
+            return b"", 0
+        place = bisect_left(family, wanted)
+        best, best_blocks = b"", 0
+        for neighbour in family[max(0, place - 1) : place + 1]:
+            blocks = common_blocks(neighbour, wanted)
+            if blocks > best_blocks:
+                best, best_blocks = neighbour, blocks
+        return best, best_blocks
+
+    def prefixes(self, run: bytes, group: int) -> list[bytes]:
+        """Runs that are a proper beginning of `run`."""
+        family = self._families.get(_family(run, group))
+        if not family:
+            return []
+        found = []
+        for blocks in range(1, len(run) // HASH_BYTES):
+            beginning = run[: blocks * HASH_BYTES]
+            place = bisect_left(family, beginning)
+            if place < len(family) and family[place] == beginning:
+                found.append(beginning)
+        return found
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._families.clear()
+
+
+def _family(run: bytes, group: int) -> bytes:
+    return run[:HASH_BYTES] + group.to_bytes(2, "little")

@@ -1,0 +1,100 @@
+"""The ordered tiers as one: where an object is read from, where a new one goes."""
+
+from collections.abc import Iterator, Sequence
+
+from opal_connector.events import EventLog
+from opal_connector.managers.records import ObjectKey, ObjectRecord, ObjectSpec
+from opal_connector.managers.storage_backend import OpalStorageBackend, Refusal
+
+
+class OpalStorageManager:
+    """Tiers from fastest to slowest.
+
+    It has no state of its own besides the tiers and the event log, which the lock of
+    `OpalKVCacheManager` guards.
+    """
+
+    def __init__(self, tiers: Sequence[OpalStorageBackend], log: EventLog) -> None:
+        self.tiers = tuple(tiers)
+        self.log = log
+
+    def __repr__(self) -> str:
+        return f"<OpalStorageManager {list(self.tiers)}>"
+
+    def find(self, key: ObjectKey) -> tuple[int, ObjectRecord] | None:
+        """The fastest readable copy: the tier's place and the record."""
+        for place, tier in enumerate(self.tiers):
+            record = tier.get(key)
+            if record is not None:
+                return place, record
+        return None
+
+    def find_run(self, wanted: bytes, group: int) -> tuple[int, ObjectRecord | None, int]:
+        """The copy that shares most blocks with `wanted`, the fastest tier at a tie."""
+        best: tuple[int, ObjectRecord | None, int] = (0, None, 0)
+        for place, tier in enumerate(self.tiers):
+            record, blocks = tier.longest_run(wanted, group)
+            if blocks > best[2]:
+                best = (place, record, blocks)
+        return best
+
+    def coming_blocks(self, wanted: bytes, group: int) -> int:
+        """Blocks of `wanted` that a write in motion will make readable."""
+        return max((tier.longest_write(wanted, group) for tier in self.tiers), default=0)
+
+    def get_block_mapping(self, keys: Sequence[ObjectKey]) -> list[tuple[str, int, int]]:
+        """Runs `(tier, start, end)` of positions in `keys`, from 0 to the first gap.
+
+        Each key counts for the fastest tier that holds it, whatever its neighbours do.
+        """
+        runs: list[tuple[str, int, int]] = []
+        for position, key in enumerate(keys):
+            found = self.find(key)
+            if found is None:
+                break
+            name = self.tiers[found[0]].tier
+            if runs and runs[-1][0] == name:
+                runs[-1] = (name, runs[-1][1], position + 1)
+            else:
+                runs.append((name, position, position + 1))
+        return runs
+
+    def reserve(self, spec: ObjectSpec) -> tuple[int, ObjectRecord] | Refusal:
+        """A place for a new object: the first tier that takes it.
+
+        Presence in any tier comes before fit in the first, so nothing is stored twice.
+        """
+        refusal = Refusal.FULL
+        for place, tier in enumerate(self.tiers):
+            outcome = tier.reserve(spec)
+            if isinstance(outcome, ObjectRecord):
+                return place, outcome
+            if outcome is Refusal.PRESENT:
+                return outcome
+            refusal = outcome
+        return refusal
+
+    def touch(self, keys: Sequence[ObjectKey]) -> None:
+        """Record one use of a chain in every tier that holds parts of it."""
+        for tier in self.tiers:
+            tier.touch(keys)
+
+    def remove(self, key: ObjectKey, *, force: bool = True) -> int:
+        """Take an object out of every tier, one DELETE event each; returns how many."""
+        return sum(tier.remove(key, force=force) for tier in self.tiers)
+
+    def clear(self) -> None:
+        """Empty every tier."""
+        for tier in self.tiers:
+            tier.clear()
+
+    def placements(self) -> Iterator[tuple[str, ObjectKey]]:
+        """Every readable object of every tier."""
+        for tier in self.tiers:
+            for key in tier.keys():
+                yield tier.tier, key
+
+    def check(self) -> None:
+        """Audit every tier."""
+        for tier in self.tiers:
+            tier.check()

@@ -1,0 +1,108 @@
+"""`CPUMemory`: one pool of rows in host memory, allocated once.
+
+Every row carries a check value over its bytes, seeded with the hash of the block that it holds. A
+read under another name, of a row that was being rewritten or of a byte that changed does not
+verify, so it is a miss and never somebody else's KV.
+"""
+
+import mmap
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+from xxhash import xxh3_64_intdigest
+
+from opal_connector.keys import HASH_BYTES
+from opal_connector.tiers.base import ChecksumMismatchError, PagedBlocks, Rows, TierStore
+from opal_connector.transfers import ObjectTransfer
+
+_EMPTY = 0  # the check value of a row that holds nothing
+
+
+class OpalMemoryObj(msgspec.Struct, frozen=True, eq=False):
+    """One object's buffer, read-only, and the tier that it lies in.
+
+    `rows` has shape (blocks, row_bytes). It is valid while the object is leased.
+    """
+
+    rows: NDArray[np.uint8]
+    location_tier: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the buffer."""
+        return int(self.rows.nbytes)
+
+
+def allocate_host_rows(*, row_count: int, row_bytes: int) -> Rows:
+    """Zeroed rows in anonymous memory, in huge pages where the kernel has them.
+
+    Pages are taken from the system when a row is first written.
+    """
+    size_bytes = max(1, row_count * row_bytes)
+    buffer = mmap.mmap(-1, size_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass  # a kernel without huge pages only makes the first writes slower
+    rows = np.frombuffer(buffer, dtype=np.uint8)
+    return rows[: row_count * row_bytes].reshape(row_count, row_bytes)
+
+
+class CPUMemory(TierStore):
+    """Rows of host memory.
+
+    Mutable state: `rows` and `_checks`, one entry per row. No lock: the books hand a row to one
+    writer, or to readers, at a time, and `_checks` tells if they did not.
+    """
+
+    name = "CPUMemory"
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self._checks = np.zeros(rows.shape[0], dtype=np.uint64)
+
+    @override
+    def write(self, item: ObjectTransfer, paged: PagedBlocks, after: object) -> int:
+        tier_rows, block_ids = item.tier_rows, item.block_ids
+        for row in tier_rows:
+            self._checks[row] = _EMPTY
+        batch = paged.batch_blocks
+        for start in range(0, len(tier_rows), batch):
+            stop = min(start + batch, len(tier_rows))
+            paged.gather(block_ids[start:stop], self.rows, tier_rows[start:stop], after)
+            for position in range(start, stop):
+                row = tier_rows[position]
+                self._checks[row] = self._check_value(row, item.stamps, position)
+        return len(tier_rows) * self.rows.shape[1]
+
+    @override
+    def read(self, item: ObjectTransfer, paged: PagedBlocks, after: object) -> int:
+        tier_rows, block_ids = item.tier_rows, item.block_ids
+        batch = paged.batch_blocks
+        for start in range(0, len(tier_rows), batch):
+            stop = min(start + batch, len(tier_rows))
+            for position in range(start, stop):
+                row = tier_rows[position]
+                if int(self._checks[row]) != self._check_value(row, item.stamps, position):
+                    raise ChecksumMismatchError(f"row {row} of {self.name}")
+            paged.scatter(block_ids[start:stop], self.rows, tier_rows[start:stop], after)
+        return len(tier_rows) * self.rows.shape[1]
+
+    def memory_obj(self, tier_rows: tuple[int, ...]) -> OpalMemoryObj:
+        """A read-only copy-free view if the rows are adjacent, a copy otherwise."""
+        first, count = tier_rows[0], len(tier_rows)
+        if tier_rows == tuple(range(first, first + count)):
+            view = self.rows[first : first + count]
+        else:
+            view = self.rows[list(tier_rows)]
+        view.flags.writeable = False
+        return OpalMemoryObj(view, self.name)
+
+    def _check_value(self, row: int, stamps: bytes, position: int) -> int:
+        """Never `_EMPTY`."""
+        start = position * HASH_BYTES
+        seed = int.from_bytes(stamps[start : start + 8], "little")
+        return xxh3_64_intdigest(self.rows[row], seed) or 1
