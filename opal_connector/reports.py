@@ -30,5 +30,6 @@ class RateLimitedWarnings:
                 self._said[kind] = (last, left_out + 1)
                 return
             self._said[kind] = (now, 0)
-        suffix = f" ({left_out} more like this in between)" if left_out else ""
-        self._logger.warning(message + suffix, *args)
+        if left_out:
+            message = f"{message} ({left_out} more like this in the last minute)"
+        self._logger.warning(message, *args)

@@ -87,13 +87,11 @@ def _check(config: OpalConfig) -> None:
             )
     if len(set(config.kvc_tiers)) != len(config.kvc_tiers):
         raise ConfigError(f"kvc_tiers: found {list(config.kvc_tiers)}, each tier is allowed once")
-    if isinstance(config.chunk_size, str):
-        if config.chunk_size != "auto":
-            raise ConfigError(
-                f"chunk_size: found {config.chunk_size!r}, allowed: a number of tokens or 'auto'"
-            )
-    elif config.chunk_size < 1:
-        raise ConfigError(f"chunk_size: found {config.chunk_size}, allowed: at least 1 token")
+    is_auto = config.chunk_size == "auto"
+    if not is_auto and (isinstance(config.chunk_size, str) or config.chunk_size < 1):
+        raise ConfigError(
+            f"chunk_size: found {config.chunk_size!r}, allowed: a number of tokens or 'auto'"
+        )
     if config.max_kvc_ready_requests < 1:
         raise ConfigError(
             f"max_kvc_ready_requests: found {config.max_kvc_ready_requests}, allowed: at least 1"

@@ -160,7 +160,7 @@ class OpalKVCacheManager:
     # ---- plan ----
 
     def plan_load(self, request: OpalRequest, block_ids: Sequence[int]) -> LoadJob:
-        """Turn the leased hit into a job that fills `block_ids`, the blocks after the computed ones.
+        """Turn the leased hit into a job that fills `block_ids`, the blocks behind the computed.
 
         Destinations that the lease does not cover are named in the job as missing, so that the
         host recomputes them.
@@ -264,7 +264,7 @@ class OpalKVCacheManager:
     # ---- commit ----
 
     def commit(self, result: JobResult) -> OpenJob | None:
-        """Take one rank's result. When it was the last, the books change and the job is returned."""
+        """Take one rank's result; if it was the last, change the books and return the job."""
         with self._lock:
             job = self._jobs.get(result.job_id)
             if job is None:

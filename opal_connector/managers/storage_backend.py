@@ -97,7 +97,7 @@ class OpalStorageBackend:
                 return count
         return len(keys)
 
-    def keys(self) -> list[ObjectKey]:
+    def readable_keys(self) -> list[ObjectKey]:
         """The readable objects."""
         return [key for key, record in self._records.items() if record.is_readable]
 

@@ -91,7 +91,7 @@ class OpalStorageManager:
     def placements(self) -> Iterator[tuple[str, ObjectKey]]:
         """Every readable object of every tier."""
         for tier in self.tiers:
-            for key in tier.keys():
+            for key in tier.readable_keys():
                 yield tier.tier, key
 
     def check(self) -> None:

@@ -23,7 +23,7 @@ class PagedBlocks(Protocol):
     """
 
     row_bytes: int
-    batch_blocks: int  # blocks that one call should get; 1 keeps a row in the processor's cache
+    batch_blocks: int  # blocks that one call gets at most
 
     def ready_mark(self) -> object:
         """A mark of the work queued on the device so far; None where the host does the work."""
@@ -66,5 +66,5 @@ class TierStore(ABC):
             OSError: The medium failed.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - memory needs nothing here
         """Give up threads, files and memory. No call follows."""

@@ -11,6 +11,8 @@ from opal_connector.transfers import FailureKind, JobResult, LoadJob, ObjectTran
 logger = logging.getLogger(__name__)
 warnings = RateLimitedWarnings(logger)
 
+_BATCH_ROWS = 64
+
 
 class PartOutcome:
     """What became of the objects of one part of a job."""
@@ -33,29 +35,79 @@ def execute_part(
 ) -> PartOutcome:
     """Move `objects`, which stand at `first` and after in their job. Blocks; raises nothing.
 
-    A load stops at its first failure.
+    Objects go in batches, because a call costs more than a small object. When a batch fails, its
+    objects are tried one by one, so that only those that fail count as failed. A load stops at its
+    first failure.
     """
     outcome = PartOutcome()
-    for position, item in enumerate(objects, start=first):
-        began = time.perf_counter()
-        try:
-            tier = tiers[item.tier]
-            moved_bytes = (tier.read if is_load else tier.write)(item, paged, after)
-        except ChecksumMismatchError as error:
-            outcome.failed[position] = FailureKind.CHECKSUM
-            warnings.warn("checksum", "a stored object is damaged and is dropped: %s", error)
-        except Exception as error:  # noqa: BLE001 - any fault of a tier is a miss, never a crash
-            outcome.failed[position] = FailureKind.IO
-            verb = "load from" if is_load else "store to"
-            warnings.warn("io", "cannot %s tier %d: %r", verb, item.tier, error)
-        else:
-            before_bytes, before_seconds = outcome.moved.get(item.tier, (0, 0.0))
-            seconds = time.perf_counter() - began
-            outcome.moved[item.tier] = (before_bytes + moved_bytes, before_seconds + seconds)
+    for begin, batch in _batches(objects):
+        if _attempt(outcome, merge(batch), is_load, tiers, paged, after) is None:
             continue
-        if is_load:
-            break
+        for position, item in enumerate(batch, start=first + begin):
+            error = _attempt(outcome, item, is_load, tiers, paged, after)
+            if error is not None:
+                outcome.failed[position] = _report(error, item, is_load=is_load)
+                if is_load:
+                    return outcome
     return outcome
+
+
+def merge(items: Sequence[ObjectTransfer]) -> ObjectTransfer:
+    """Several objects of one tier and group as one transfer."""
+    if len(items) == 1:
+        return items[0]
+    return ObjectTransfer(
+        tier=items[0].tier,
+        group=items[0].group,
+        tier_rows=tuple(row for item in items for row in item.tier_rows),
+        block_ids=tuple(block_id for item in items for block_id in item.block_ids),
+        stamps=b"".join(item.stamps for item in items),
+    )
+
+
+def _batches(objects: Sequence[ObjectTransfer]) -> list[tuple[int, Sequence[ObjectTransfer]]]:
+    """Neighbours of one tier and group with about `_BATCH_ROWS` rows, and where they begin."""
+    batches: list[tuple[int, Sequence[ObjectTransfer]]] = []
+    begin = rows = 0
+    for position, item in enumerate(objects):
+        start = objects[begin]
+        is_other = (item.tier, item.group) != (start.tier, start.group)
+        if position > begin and (is_other or rows + len(item.tier_rows) > _BATCH_ROWS):
+            batches.append((begin, objects[begin:position]))
+            begin, rows = position, 0
+        rows += len(item.tier_rows)
+    if begin < len(objects):
+        batches.append((begin, objects[begin:]))
+    return batches
+
+
+def _attempt(
+    outcome: PartOutcome,
+    item: ObjectTransfer,
+    is_load: bool,
+    tiers: Sequence[TierStore],
+    paged: PagedBlocks,
+    after: object,
+) -> Exception | None:
+    began = time.perf_counter()
+    try:
+        tier = tiers[item.tier]
+        moved_bytes = (tier.read if is_load else tier.write)(item, paged, after)
+    except Exception as error:  # noqa: BLE001 - any fault of a tier is a miss, never a crash
+        return error
+    before_bytes, before_seconds = outcome.moved.get(item.tier, (0, 0.0))
+    seconds = time.perf_counter() - began
+    outcome.moved[item.tier] = (before_bytes + moved_bytes, before_seconds + seconds)
+    return None
+
+
+def _report(error: Exception, item: ObjectTransfer, *, is_load: bool) -> FailureKind:
+    if isinstance(error, ChecksumMismatchError):
+        warnings.warn("checksum", "a stored object is damaged and is dropped: %s", error)
+        return FailureKind.CHECKSUM
+    verb = "load from" if is_load else "store to"
+    warnings.warn("io", "cannot %s tier %d: %r", verb, item.tier, error)
+    return FailureKind.IO
 
 
 def fold(job: LoadJob | StoreJob, rank: int, outcomes: Sequence[PartOutcome]) -> JobResult:

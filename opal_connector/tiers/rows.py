@@ -8,7 +8,7 @@ from opal_connector.tiers.base import Rows
 class ArrayBlocks:
     """`blocks[i]` is paged block i, `uint8` of shape (blocks, row_bytes), owned by the caller."""
 
-    batch_blocks = 1
+    batch_blocks = 64
 
     def __init__(self, blocks: Rows) -> None:
         if blocks.ndim != 2 or blocks.dtype != "uint8":

@@ -73,7 +73,7 @@ def attention_names(vllm_config: VllmConfig, layer_name: str) -> tuple[str, str]
     name = backend.get_name() if backend is not None else "unknown"
     if vllm_config.device_config.device_type != "cpu":
         return name, "none"
-    # The kernel packs keys differently per instruction set, so the bytes of one are not the other's.
+    # The kernel packs keys differently per instruction set: bytes of one mean nothing to another.
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     isa = _get_attn_isa(

@@ -102,7 +102,7 @@ def _join(dims: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return int(tensor.untyped_storage().data_ptr())
 
 
 def _runs(ordered: Sequence[BlockView]) -> list[list[BlockView]]:

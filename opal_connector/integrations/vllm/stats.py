@@ -1,6 +1,6 @@
 """Opal's numbers in vLLM's log line and on vLLM's /metrics."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from typing_extensions import override
@@ -22,16 +22,18 @@ class OpalStats(KVConnectorStats):
     `data` holds the fields of `BookCounters`, `evictions`, and the gauges of `GAUGES`.
     """
 
+    data: dict[str, dict[str, int | float]] = field(default_factory=dict)
+
     @override
     def reset(self) -> None:
         self.data = {}
 
     @override
     def aggregate(self, other: KVConnectorStats) -> "OpalStats":
-        for field, values in other.data.items():
-            mine = self.data.setdefault(field, {})
+        for name, values in other.data.items():
+            mine = self.data.setdefault(name, {})
             for label, amount in values.items():
-                mine[label] = amount if field in GAUGES else mine.get(label, 0) + amount
+                mine[label] = amount if name in GAUGES else mine.get(label, 0) + amount
         return self
 
     @override
@@ -49,10 +51,10 @@ class OpalStats(KVConnectorStats):
             if moved:
                 reduced[f"{verb} MB"] = round(moved / 1e6, 1)
                 reduced[f"{verb} GB/s"] = round(moved / 1e9 / max(seconds, 1e-9), 2)
-        for field in ("evictions", "dropped_stores", "failures"):
-            amount = sum(self.data.get(field, {}).values())
+        for name in ("evictions", "dropped_stores", "failures"):
+            amount = sum(self.data.get(name, {}).values())
             if amount:
-                reduced[field.replace("_", " ")] = amount
+                reduced[name.replace("_", " ")] = amount
         for tier, capacity in self.data.get("capacity_bytes", {}).items():
             used = self.data.get("used_bytes", {}).get(tier, 0)
             reduced[f"{tier} used %"] = round(100 * used / max(1, capacity), 1)
@@ -97,20 +99,20 @@ class OpalPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {
-            field: self._counter_cls(name=name, documentation=text, labelnames=[*labelnames, label])
-            for field, (name, label, text) in _COUNTERS.items()
+            kind: self._counter_cls(name=name, documentation=text, labelnames=[*labelnames, label])
+            for kind, (name, label, text) in _COUNTERS.items()
         }
         self._gauges = {
-            field: self._gauge_cls(name=name, documentation=text, labelnames=[*labelnames, label])
-            for field, (name, label, text) in _GAUGES.items()
+            kind: self._gauge_cls(name=name, documentation=text, labelnames=[*labelnames, label])
+            for kind, (name, label, text) in _GAUGES.items()
         }
 
     @override
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         engine_labels = self.per_engine_labelvalues[engine_idx]
-        for field, values in transfer_stats_data.items():
+        for kind, values in transfer_stats_data.items():
             for label, amount in values.items():
-                if field in self._counters:
-                    self._counters[field].labels(*engine_labels, label).inc(max(0, amount))
-                elif field in self._gauges:
-                    self._gauges[field].labels(*engine_labels, label).set(amount)
+                if kind in self._counters:
+                    self._counters[kind].labels(*engine_labels, label).inc(amount)
+                elif kind in self._gauges:
+                    self._gauges[kind].labels(*engine_labels, label).set(amount)
