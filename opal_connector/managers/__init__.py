@@ -1,5 +1,6 @@
 """The books: what is where, what may leave, what is promised to whom. Never any I/O."""
 
+from opal_connector.managers.build import build_manager
 from opal_connector.managers.coordinator import (
     HitPlan,
     NoPrefixCache,
@@ -39,5 +40,6 @@ __all__ = [
     "SingleTypeManager",
     "TierPool",
     "Unitary",
+    "build_manager",
     "object_key",
 ]

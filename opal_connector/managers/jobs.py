@@ -15,24 +15,26 @@ class JobKind(Enum):
 
 
 class PlannedObject:
-    """One object of a job: where it is, and what to say about it when the job ends."""
+    """One object of a job: where it is, and what to say about it when the job ends.
 
-    __slots__ = ("chunk", "record", "tier", "token_ids", "tokens")
+    Attributes:
+        tier: The tier's place in the order.
+        record: Its entry there.
+        tokens: Tokens that a load brings.
+        first_block: Where a stored object begins in its sequence.
+        token_ids: The tokens of a stored object, if events are wanted.
+    """
+
+    __slots__ = ("first_block", "record", "tier", "token_ids", "tokens")
 
     def __init__(
-        self,
-        *,
-        tier: int,
-        record: ObjectRecord,
-        tokens: int,
-        chunk: int = 0,
-        token_ids: tuple[int, ...] = (),
+        self, *, tier: int, record: ObjectRecord, tokens: int = 0, first_block: int = 0
     ) -> None:
         self.tier = tier
         self.record = record
         self.tokens = tokens
-        self.chunk = chunk
-        self.token_ids = token_ids
+        self.first_block = first_block
+        self.token_ids: tuple[int, ...] = ()
 
 
 class OpenJob:

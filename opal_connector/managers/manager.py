@@ -11,22 +11,15 @@ from enum import Enum, auto
 import msgspec
 
 from opal_connector.events import KVCEvent
-from opal_connector.keys import HASH_BYTES, OpalTokenDatabase, RequestIdentity
-from opal_connector.managers.coordinator import HitPlan, OpalKVCacheCoordinator
+from opal_connector.keys import OpalTokenDatabase, RequestIdentity
+from opal_connector.managers.coordinator import OpalKVCacheCoordinator
 from opal_connector.managers.counters import BookCounters, add
 from opal_connector.managers.jobs import JobKind, OpenJob, PlannedObject
-from opal_connector.managers.records import ObjectRecord
+from opal_connector.managers.planning import before_any_load, draft_load, draft_store
 from opal_connector.managers.request import Lease, OpalRequest
 from opal_connector.managers.single_type import Segment
-from opal_connector.managers.storage_backend import Refusal
 from opal_connector.managers.storage_manager import OpalStorageManager
-from opal_connector.transfers import (
-    FailureKind,
-    JobResult,
-    LoadJob,
-    ObjectTransfer,
-    StoreJob,
-)
+from opal_connector.transfers import FailureKind, JobResult, LoadJob, StoreJob
 
 LEASE_SECONDS = 60.0
 WAIT_SECONDS = 1.0  # how long a lookup may answer "ask again" for what another one moves
@@ -109,36 +102,23 @@ class OpalKVCacheManager:
         max_blocks = min(max_blocks, len(request.chain.hashes))
         with self._lock:
             lease = request.lease
-            if (
-                lease is not None
-                and lease.version == self._version
-                and lease.computed_blocks == computed_blocks
-                and lease.max_blocks == max_blocks
-            ):
-                lease.deadline = now + LEASE_SECONDS
-            else:
+            asked = (self._version, computed_blocks, max_blocks)
+            if lease is None or lease.asked != asked:
                 self._release(request)
                 plan = self._coordinator.find_hit(
                     request.chain.hashes, computed_blocks=computed_blocks, max_blocks=max_blocks
                 )
-                segments = _before_any_load(plan)
+                segments = before_any_load(plan)
                 moving = plan.is_waiting or len(segments) < len(plan.segments)
                 if moving and self._may_wait(request, now):
                     return WAIT
-                lease = Lease(
-                    version=self._version,
-                    computed_blocks=computed_blocks,
-                    max_blocks=max_blocks,
-                    segments=segments,
-                    block_count=sum(segment.block_count for segment in segments),
-                    deadline=now + LEASE_SECONDS,
-                )
+                lease = Lease(asked=asked, computed_blocks=computed_blocks, segments=segments)
                 self._take(request, lease)
-            if not lease.block_count:
+            lease.deadline = now + LEASE_SECONDS
+            if not lease.segments:
                 return MISS
-            return LookupResult(
-                LookupState.HIT, lease.block_count, self._tier_tokens(lease.segments)
-            )
+            blocks = sum(segment.block_count for segment in lease.segments)
+            return LookupResult(LookupState.HIT, blocks, self._tier_tokens(lease.segments))
 
     def release(self, request: OpalRequest) -> None:
         """End the promise of a lookup that no load will follow."""
@@ -167,31 +147,25 @@ class OpalKVCacheManager:
         """
         with self._lock:
             lease = request.lease
-            segments = lease.segments if lease is not None else ()
-            first_block = lease.computed_blocks if lease is not None else 0
-            transfers: list[ObjectTransfer] = []
-            planned: list[PlannedObject] = []
-            covered = 0
-            for segment in segments:
-                count = min(segment.block_count, len(block_ids) - covered)
-                if count <= 0:
-                    break
-                assert segment.first_block == first_block + covered
-                destinations = tuple(block_ids[covered : covered + count])
-                transfers.append(_transfer(segment, count, destinations))
-                tokens = count * self.database.block_tokens
-                self.storage.tiers[segment.tier].pin(segment.record, loading=True)
-                planned.append(
-                    PlannedObject(tier=segment.tier, record=segment.record, tokens=tokens)
-                )
-                add(request.hit_tokens, self.tier_names[segment.tier], tokens)
-                covered += count
+            draft = draft_load(
+                lease.segments if lease is not None else (),
+                block_ids,
+                self.storage,
+                self.database.block_tokens,
+            )
             self._release(request)
             request.waiting_since = None
-            for item in reversed(planned):
+            for item in draft.planned:
+                add(request.hit_tokens, self.tier_names[item.tier], item.tokens)
+            for item in reversed(draft.planned):
                 self.storage.tiers[item.tier].touch([item.record.key])
-            job_id = self._open(JobKind.LOAD, request, planned)
-            return LoadJob(job_id, request.request_id, tuple(transfers), tuple(block_ids[covered:]))
+            covered = sum(len(transfer.block_ids) for transfer in draft.transfers)
+            return LoadJob(
+                self._open(JobKind.LOAD, request, draft.planned),
+                request.request_id,
+                tuple(draft.transfers),
+                tuple(block_ids[covered:]),
+            )
 
     def plan_store(
         self,
@@ -217,49 +191,36 @@ class OpalKVCacheManager:
             A job, or None when there is nothing to store.
         """
         full_blocks = min(full_blocks, len(block_ids), len(request.chain.hashes))
+        block_tokens = self.database.block_tokens
         with self._lock:
-            specs = self._coordinator.storable(
-                request.chain.hashes,
-                first_chunk=request.next_chunk,
-                full_blocks=full_blocks,
-                include_tail=include_tail,
+            draft = draft_store(
+                self._coordinator.storable(
+                    request.chain.hashes,
+                    first_chunk=request.next_chunk,
+                    full_blocks=full_blocks,
+                    include_tail=include_tail,
+                ),
+                block_ids=block_ids,
+                storage=self.storage,
+                chunk_blocks=self.database.chunk_blocks,
+                next_chunk=request.next_chunk,
+                max_blocks=full_blocks if max_blocks is None else max_blocks,
             )
-            chunk_blocks = self.database.chunk_blocks
-            transfers: list[ObjectTransfer] = []
-            planned: list[PlannedObject] = []
-            budget = max_blocks if max_blocks is not None else full_blocks
-            for spec in specs:
-                chunk = spec.first_block // chunk_blocks
-                if spec.block_count > budget:
-                    add(self._counters.dropped_stores, "in_flight", 1)
-                    break
-                outcome = self.storage.reserve(spec)
-                if isinstance(outcome, Refusal):
-                    if outcome is not Refusal.PRESENT:
-                        add(self._counters.dropped_stores, outcome.value, 1)
-                        break
-                else:
-                    place, record = outcome
-                    budget -= spec.block_count
-                    stop = spec.first_block + spec.block_count
-                    transfers.append(
-                        ObjectTransfer(
-                            tier=place,
-                            group=spec.group,
-                            tier_rows=record.rows,
-                            block_ids=tuple(block_ids[spec.first_block : stop]),
-                            stamps=spec.run,
-                        )
-                    )
-                    planned.append(self._planned(place, record, spec.first_block, chunk, tokens))
-                stop_tokens = (spec.first_block + spec.block_count) * self.database.block_tokens
-                request.stored_tokens = max(request.stored_tokens, stop_tokens)
-                if spec.block_count == chunk_blocks:
-                    request.next_chunk = chunk + 1
-            if not planned:
+            if draft.drop_reason is not None:
+                add(self._counters.dropped_stores, draft.drop_reason, 1)
+            request.next_chunk = draft.next_chunk
+            request.stored_tokens = max(request.stored_tokens, draft.stored_blocks * block_tokens)
+            if not draft.planned:
                 return None
+            if self.storage.log.enabled:
+                for item in draft.planned:
+                    start = item.first_block * block_tokens
+                    stop = start + len(item.record.rows) * block_tokens
+                    item.token_ids = tuple(tokens[start:stop])
             self._version += 1
-            return StoreJob(self._open(JobKind.STORE, request, planned), tuple(transfers))
+            return StoreJob(
+                self._open(JobKind.STORE, request, draft.planned), tuple(draft.transfers)
+            )
 
     # ---- commit ----
 
@@ -369,25 +330,6 @@ class OpalKVCacheManager:
         )
         return self._next_job_id
 
-    def _planned(
-        self,
-        place: int,
-        record: ObjectRecord,
-        first_block: int,
-        chunk: int,
-        tokens: Sequence[int],
-    ) -> PlannedObject:
-        block_tokens = self.database.block_tokens
-        block_count = len(record.rows)
-        start = first_block * block_tokens
-        count = block_count * block_tokens
-        token_ids: tuple[int, ...] = ()
-        if self.storage.log.enabled:
-            token_ids = tuple(tokens[start : start + count])
-        return PlannedObject(
-            tier=place, record=record, tokens=count, chunk=chunk, token_ids=token_ids
-        )
-
     def _may_wait(self, request: OpalRequest, now: float) -> bool:
         if request.waiting_since is None:
             request.waiting_since = now
@@ -439,25 +381,7 @@ class OpalKVCacheManager:
         )
         if not stored and failure is not None:
             # The next plan tries this chunk again; a failed key is never "present".
-            chunk_tokens = self.database.chunk_blocks * self.database.block_tokens
-            request.next_chunk = min(request.next_chunk, item.chunk)
-            request.stored_tokens = min(request.stored_tokens, item.chunk * chunk_tokens)
-
-
-def _before_any_load(plan: HitPlan) -> tuple[Segment, ...]:
-    """The segments before the first one that somebody loads now: no object is loaded twice."""
-    for position, segment in enumerate(plan.segments):
-        if segment.record.loads:
-            return plan.segments[:position]
-    return plan.segments
-
-
-def _transfer(segment: Segment, count: int, destinations: tuple[int, ...]) -> ObjectTransfer:
-    start, stop = segment.object_offset, segment.object_offset + count
-    return ObjectTransfer(
-        tier=segment.tier,
-        group=segment.record.group,
-        tier_rows=segment.record.rows[start:stop],
-        block_ids=destinations,
-        stamps=segment.record.run[start * HASH_BYTES : stop * HASH_BYTES],
-    )
+            chunk = item.first_block // self.database.chunk_blocks
+            request.next_chunk = min(request.next_chunk, chunk)
+            stored_tokens = item.first_block * self.database.block_tokens
+            request.stored_tokens = min(request.stored_tokens, stored_tokens)

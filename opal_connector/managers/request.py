@@ -11,16 +11,15 @@ from opal_connector.managers.single_type import Segment
 class Lease(msgspec.Struct, gc=False):
     """Objects promised to a request between its lookup and its load.
 
-    `version` is that of the books when the walk was made; while it is current, asking again costs
-    nothing. `deadline` (monotonic seconds) is the safety net, not the mechanism.
+    `asked` is the question (version of the books, computed blocks, most blocks): while it is the
+    same, asking again costs nothing. `deadline` (monotonic seconds) is the safety net, not the
+    mechanism.
     """
 
-    version: int
+    asked: tuple[int, int, int]
     computed_blocks: int
-    max_blocks: int
     segments: tuple[Segment, ...]
-    block_count: int
-    deadline: float
+    deadline: float = 0.0
 
 
 class OpalRequest:

@@ -7,18 +7,10 @@ from vllm.config import VllmConfig
 
 from opal_connector.config import OpalConfig, chunk_blocks_for
 from opal_connector.events import EventLog
-from opal_connector.eviction import make_policy
 from opal_connector.integrations.vllm.facts import GroupFacts, engine_metadata
 from opal_connector.integrations.vllm.messages import WorkerFacts
-from opal_connector.keys import OpalEngineMetadata, OpalTokenDatabase
-from opal_connector.managers import (
-    SINGLE_TYPE_MANAGERS,
-    OpalKVCacheManager,
-    OpalStorageBackend,
-    OpalStorageManager,
-    TierPool,
-    Unitary,
-)
+from opal_connector.keys import OpalEngineMetadata
+from opal_connector.managers import OpalKVCacheManager, build_manager
 
 
 class Books(msgspec.Struct, frozen=True, eq=False):
@@ -46,37 +38,23 @@ def build_books(
     chunk_blocks = chunk_blocks_for(
         config.chunk_size, block_tokens=group.block_tokens, block_bytes=row_bytes, warn=warn
     )
-    tiers: list[OpalStorageBackend] = []
-    for name in config.kvc_tiers:
-        rows = min(worker.tier_rows[name] for worker in workers)
+    tier_rows = {
+        name: min(worker.tier_rows[name] for worker in workers) for name in config.kvc_tiers
+    }
+    for name, rows in tier_rows.items():
         if rows < chunk_blocks:
             warn(
                 f"{name}: its capacity holds {rows} blocks of {row_bytes} bytes, "
                 f"less than one chunk of {chunk_blocks}; whole chunks will not be stored"
             )
-        settings = config.tier(name)
-        tiers.append(
-            OpalStorageBackend(
-                tier=name,
-                pool=TierPool(capacity_rows=rows, row_bytes=row_bytes),
-                policy=make_policy(settings.eviction_policy),
-                log=log,
-                eviction_threshold=settings.eviction_threshold,
-            )
-        )
-    storage = OpalStorageManager(tiers, log)
-    single_type = SINGLE_TYPE_MANAGERS[group.kind](
-        group=0, chunk_blocks=chunk_blocks, save_unfull_chunk=config.save_unfull_chunk
-    )
-    database = OpalTokenDatabase(
+    manager = build_manager(
+        config,
+        kind=group.kind,
         block_tokens=group.block_tokens,
         chunk_blocks=chunk_blocks,
-        save_unfull_chunk=config.save_unfull_chunk,
-    )
-    manager = OpalKVCacheManager(
-        database=database,
-        storage=storage,
-        coordinator=Unitary(storage, [single_type]),
+        row_bytes=row_bytes,
+        tier_rows=tier_rows,
+        log=log,
         ranks=len(workers),
     )
     metadata = engine_metadata(vllm_config, group, workers, config, chunk_blocks)

@@ -181,7 +181,7 @@ class SchedulerHalf:
         return result.block_count * block_tokens, True
 
     def allocated(self, request: Request, block_ids: Sequence[int], external_tokens: int) -> None:
-        """Take note that vLLM has admitted the request; `external_tokens` of it are to be loaded into its blocks.
+        """Take note that vLLM has admitted the request, and wants `external_tokens` of it loaded.
 
         `block_ids` are all blocks of the request; those to fill lie behind the computed ones of
         the last lookup.
