@@ -208,6 +208,7 @@ class OpalKVCacheManager:
             )
             if draft.drop_reason is not None:
                 add(self._counters.dropped_stores, draft.drop_reason, 1)
+            request.drop_reason = draft.drop_reason
             request.next_chunk = draft.next_chunk
             request.stored_tokens = max(request.stored_tokens, draft.stored_blocks * block_tokens)
             if not draft.planned:

@@ -12,6 +12,9 @@ from opal_connector.managers.storage_manager import OpalStorageManager
 from opal_connector.transfers import ObjectTransfer
 
 
+IN_FLIGHT = "in_flight"  # so many blocks are being stored that the rest has to wait
+
+
 class JobDraft:
     """The objects of a job being planned: what the worker gets, and what the books keep."""
 
@@ -87,7 +90,7 @@ def draft_store(
     draft = StoreDraft(next_chunk)
     for spec in specs:
         if spec.block_count > max_blocks:
-            draft.drop_reason = "in_flight"
+            draft.drop_reason = IN_FLIGHT
             break
         outcome = storage.reserve(spec)
         if not isinstance(outcome, Refusal):

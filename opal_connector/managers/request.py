@@ -31,6 +31,7 @@ class OpalRequest:
 
     __slots__ = (
         "chain",
+        "drop_reason",
         "hit_tokens",
         "lease",
         "lora_name",
@@ -49,6 +50,7 @@ class OpalRequest:
         self.waiting_since: float | None = None
         self.hit_tokens: dict[str, int] = {}
         self.stored_tokens = 0
+        self.drop_reason: str | None = None  # of the last store plan
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Hash what is new of the request's tokens."""

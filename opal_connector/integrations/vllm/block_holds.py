@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-_SHARE = 0.25  # of the device's blocks that stores may hold at once
+_SHARE = 0.5  # of the device's blocks that stores may hold at once
 _MINIMUM = 16
 
 
@@ -28,8 +28,8 @@ class BlockHolds:
 
     @property
     def spare_blocks(self) -> int:
-        """Blocks that further stores may hold now."""
-        return max(0, self._limit - self._count)
+        """Blocks that further stores may hold now. The first one may hold any number."""
+        return max(0, self._limit - self._count) if self._count else self._pool.num_gpu_blocks
 
     def hold(self, job_id: int, block_ids: Sequence[int], now: float) -> None:
         """Keep these blocks until `release(job_id)`."""

@@ -38,6 +38,7 @@ from opal_connector.integrations.vllm.stats import OpalStats
 from opal_connector.integrations.vllm.tracker import IDENTITY_WAIT_SECONDS, RequestTracker
 from opal_connector.managers import LookupState
 from opal_connector.managers.jobs import JobKind
+from opal_connector.managers.planning import IN_FLIGHT
 from opal_connector.transfers import JobBatch, LoadJob, StoreJob
 
 logger = logging.getLogger(__name__)
@@ -379,8 +380,13 @@ class SchedulerHalf:
             tracker.has_planned_tail = tracker.has_planned_tail or ends_prompt
             state = output.kv_connector_block_state
             tables = state.get_block_ids(request_id) if state is not None else None
-            if tables is not None:
-                self._plan_store(tracker, tables[0], now, include_tail=ends_prompt)
+            if tables is None:
+                continue
+            self._plan_store(tracker, tables[0], now, include_tail=ends_prompt)
+            if tracker.opal.drop_reason == IN_FLIGHT:
+                # What is being stored drains within a few steps: try again then.
+                tracker.planned_chunks = -1
+                tracker.has_planned_tail = tracker.has_planned_tail and not ends_prompt
 
     def _plan_store(
         self, tracker: RequestTracker, block_ids: Sequence[int], now: float, *, include_tail: bool

@@ -1,7 +1,6 @@
 """The worker half: all bytes of one rank. Executes jobs and reports; decides nothing."""
 
 import logging
-import os
 from collections.abc import Mapping
 
 import torch
@@ -10,9 +9,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from opal_connector.config import OpalConfig, parse_size_bytes
 from opal_connector.integrations.vllm.facts import attention_names, device_of, group_facts
-from opal_connector.integrations.vllm.host_memory import (
+from opal_connector.integrations.vllm.host_resources import (
     available_memory_bytes,
     pinned_host_rows,
+    process_cpus,
 )
 from opal_connector.integrations.vllm.layout import UnsupportedLayoutError, block_views
 from opal_connector.integrations.vllm.messages import OpalStepResults, WorkerFacts
@@ -43,8 +43,6 @@ class WorkerHalf:
         self._kv_cache_config = kv_cache_config
         self._config = config
         self._rank = vllm_config.parallel_config.rank
-        # Before the model binds its threads: ours shall not be tied to the same cores.
-        self._cpus = frozenset(os.sched_getaffinity(0))
         self._mover: Mover | None = None
         self._facts: WorkerFacts | None = None
         self._results: list[JobResult] = []
@@ -73,9 +71,7 @@ class WorkerHalf:
             tiers.append(self._make_tier(rows, paged, device_of(caches)))
         threads = max((self._config.tier(name).concurrency for name in tier_rows), default=1)
         if tiers:
-            self._mover = Mover(
-                tiers, paged, rank=self._rank, threads=threads, cpus=self._thread_cpus()
-            )
+            self._mover = Mover(tiers, paged, rank=self._rank, threads=threads, cpus=process_cpus())
         self._facts = WorkerFacts(
             rank=self._rank,
             block_count=block_count,
@@ -140,9 +136,6 @@ class WorkerHalf:
             warnings.warn("submit", "a transfer could not be started: %r", error)
             failed = dict.fromkeys(range(len(job.objects)), FailureKind.IO)
             self._mover.refuse(job, JobResult(job.job_id, self._rank, failed))
-
-    def _thread_cpus(self) -> frozenset[int] | None:
-        return self._cpus if len(self._cpus) > 1 else None
 
     def _row_count(self, name: str, paged: PagedBlocks) -> int:
         capacity = self._config.tier(name).capacity_GB

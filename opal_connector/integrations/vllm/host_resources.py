@@ -1,5 +1,7 @@
-"""Host memory for a pool: how much there is, and pinned rows of it."""
+"""What the host lends to transfers: memory, pinned rows of it, processor cores."""
 
+import contextlib
+import os
 from pathlib import Path
 
 import torch
@@ -29,6 +31,19 @@ def _read_int(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):
         return None  # no such limit ("max"), or no such control group
+
+
+def process_cpus() -> frozenset[int]:
+    """The cores of all threads of this process together.
+
+    On a CPU the model's threads are tied to one core each, the calling thread too; a transfer
+    thread that inherited that would run on the core of a thread that computes.
+    """
+    cpus: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has just ended
+            cpus |= os.sched_getaffinity(int(task.name))
+    return frozenset(cpus)
 
 
 def pinned_host_rows(*, row_count: int, row_bytes: int) -> Rows:
