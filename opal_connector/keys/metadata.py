@@ -64,4 +64,7 @@ class OpalCacheEngineKey(msgspec.Struct, frozen=True):
         namespace, chunk_hash = bytes.fromhex(parts[0]), bytes.fromhex(parts[3])
         if len(namespace) != HASH_BYTES or len(chunk_hash) != HASH_BYTES:
             raise ValueError(f"not a cache key (digests of {HASH_BYTES} bytes): {text!r}")
-        return cls(namespace, int(parts[1]), int(parts[2]), chunk_hash)
+        key = cls(namespace, int(parts[1]), int(parts[2]), chunk_hash)
+        if key.to_string() != text:  # one key, one text
+            raise ValueError(f"not a cache key as this version writes it: {text!r}")
+        return key

@@ -1,22 +1,38 @@
 """Fingerprints of model and adapter weights.
 
-A hub snapshot is named by its commit and the blobs it links to, both content hashes already. Any
-other directory is read once: the digest of every config and weight file is cached under the user's
-cache directory by path, size, mtime and inode, so that one changed byte is another fingerprint
-and the same copy elsewhere is the same one.
+A hub snapshot is named by the blobs it links to, whose names are content hashes already. Anything
+else is read once: the digest of every config, code and weight file is cached under the user's cache
+directory by path, size, mtime and inode, so that one changed byte is another fingerprint and the
+same copy elsewhere is the same one.
 """
 
 import contextlib
 import json
 import os
+import re
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
-_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"})
-_CONFIG_NAMES = frozenset({"config.json", "adapter_config.json", "params.json"})
+# Code too: a model that brings its own computes other KV when it changes.
+_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors", ".py"})
+_NAMES = frozenset(
+    {
+        "config.json",
+        "adapter_config.json",
+        "params.json",
+        "quant_config.json",
+        "quantize_config.json",
+        "hf_quant_config.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "video_preprocessor_config.json",
+    }
+)
 _READ_BYTES = 8 << 20
+_BLOB_NAME = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")  # git's SHA-1, or SHA-256
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def weights_fingerprint(model: str) -> str:
@@ -30,7 +46,7 @@ def weights_fingerprint(model: str) -> str:
     if path.is_dir():
         return snapshot_fingerprint(path) or directory_fingerprint(path)
     if path.is_file():
-        return _digest_of({path.name: _cached_file_digest(path, _load_cache())})
+        return _fingerprint({path.name: path})
     return f"name:{model}"
 
 
@@ -41,9 +57,10 @@ def snapshot_fingerprint(directory: Path) -> str | None:
         return None
     blobs: dict[str, str] = {}
     for file in _identity_files(directory):
-        if not file.is_symlink():
+        blob = file.resolve()
+        if not (blob.parent.name == "blobs" and _BLOB_NAME.fullmatch(blob.name)):
             return None
-        blobs[str(file.relative_to(directory))] = file.resolve().name
+        blobs[str(file.relative_to(directory))] = blob.name
     return _digest_of(blobs) if blobs else None
 
 
@@ -52,14 +69,16 @@ def directory_fingerprint(directory: Path) -> str:
 
     Files are read in parallel. A directory without such files has the fingerprint of nothing.
     """
+    return _fingerprint(
+        {str(file.relative_to(directory)): file for file in _identity_files(directory)}
+    )
+
+
+def _fingerprint(files: dict[str, Path]) -> str:
     cache = _load_cache()
-    files = _identity_files(directory)
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        digests = pool.map(lambda file: _cached_file_digest(file, cache), files)
-        named = {
-            str(file.relative_to(directory)): digest
-            for file, digest in zip(files, digests, strict=True)
-        }
+        digests = pool.map(lambda file: _cached_file_digest(file, cache), files.values())
+        named = dict(zip(files, digests, strict=True))
     _save_cache(cache)
     return _digest_of(named)
 
@@ -68,7 +87,7 @@ def _identity_files(directory: Path) -> list[Path]:
     return sorted(
         file
         for file in directory.rglob("*")
-        if file.is_file() and (file.suffix in _WEIGHT_SUFFIXES or file.name in _CONFIG_NAMES)
+        if file.is_file() and (file.suffix in _SUFFIXES or file.name in _NAMES)
     )
 
 
@@ -102,11 +121,15 @@ def _cache_file() -> Path:
 def _load_cache() -> dict[str, str]:
     try:
         loaded = json.loads(_cache_file().read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}  # a missing or torn cache costs one read of the weights
     if not isinstance(loaded, dict):
         return {}
-    return {str(key): str(value) for key, value in loaded.items()}
+    return {
+        key: value
+        for key, value in loaded.items()
+        if isinstance(value, str) and _DIGEST.fullmatch(value)
+    }
 
 
 def _save_cache(cache: dict[str, str]) -> None:
