@@ -1,8 +1,9 @@
 """From a user's dictionary or file to a checked `OpalConfig`, with one clear error."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
@@ -13,6 +14,8 @@ from opal_connector.config.sizes import parse_size_bytes
 _FILE_FIELD = "opal_config"
 # Defaults of vLLM and of other connectors may share the dictionary; these are read by vLLM itself.
 _HOST_FIELDS = frozenset({"kv_connector_module_path"})
+_TOP = "kv_connector_extra_config"
+_STEP = re.compile(r"([^.\[\]]+)|\[([0-9]+)\]")  # of a path such as kvc_tiers[0]
 
 
 class ConfigError(ValueError):
@@ -23,14 +26,15 @@ def load_config(extra: Mapping[str, Any] | None) -> OpalConfig:
     """The checked configuration of `kv_connector_extra_config`.
 
     Values may also stand in the JSON or YAML file that `opal_config` names; what is written in
-    the dictionary itself wins.
+    the dictionary itself wins, value by value.
 
     Raises:
         ConfigError: A value is unknown, of the wrong kind, out of range or contradictory.
     """
     given = {key: value for key, value in (extra or {}).items() if key not in _HOST_FIELDS}
     file_name = given.pop(_FILE_FIELD, None)
-    merged = {**_read_file(file_name), **given} if file_name is not None else given
+    merged = _merge(_read_file(file_name), given) if file_name is not None else given
+    _check_names(_TOP, merged)
     try:
         config = msgspec.convert(merged, OpalConfig)
     except msgspec.ValidationError as error:
@@ -43,13 +47,12 @@ def _read_file(name: object) -> dict[str, Any]:
     if not isinstance(name, str):
         raise ConfigError(f"opal_config: found {name!r}, allowed is the path of a file")
     try:
-        text = Path(name).expanduser().read_text()
-    except OSError as error:
-        raise ConfigError(
-            f"opal_config: found {name!r}, which cannot be read ({error.strerror})"
-        ) from None
+        content = Path(name).expanduser().read_bytes()
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no such home
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"opal_config: found {name!r}, which cannot be read ({reason})") from None
     try:
-        loaded = yaml.safe_load(text)  # JSON is YAML
+        loaded = yaml.safe_load(content)  # JSON is YAML
     except yaml.YAMLError as error:
         place = str(error).replace("\n", " ")
         raise ConfigError(f"opal_config: {name!r} is neither JSON nor YAML: {place}") from None
@@ -60,23 +63,51 @@ def _read_file(name: object) -> dict[str, Any]:
     return loaded
 
 
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, a tier's values one by one; `above` wins."""
+    merged = {**below, **above}
+    for name in TIER_NAMES:
+        if isinstance(below.get(name), Mapping) and isinstance(above.get(name), Mapping):
+            merged[name] = {**below[name], **above[name]}
+    return merged
+
+
+def _check_names(where: str, given: Mapping[Any, Any]) -> None:
+    for name, value in given.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"{where}: found {name!r} as a name, allowed: text")
+        if isinstance(value, Mapping):
+            _check_names(name, value)
+
+
 def _explain(message: str, given: Mapping[str, Any]) -> str:
-    """Put msgspec's path first and add what was found there and the fields there are."""
+    """Put msgspec's path first and add what was found there and what may stand there."""
     text, _, path = message.partition(" - at ")
     path = path.strip("`")
-    where = path.removeprefix("$.").removeprefix("$") or "kv_connector_extra_config"
+    where = path.removeprefix("$.").removeprefix("$") or _TOP
+    steps = where.split(".")
+    owner: type[msgspec.Struct] = OpalConfig
+    if steps[0] in TIER_NAMES and (len(steps) > 1 or "unknown field" in text):
+        owner = type(OpalConfig().tier(steps[0]))
     if "unknown field" in text:
-        owner: type[msgspec.Struct] = OpalConfig
-        if where in TIER_NAMES:
-            owner = type(OpalConfig().tier(where))
         allowed = ", ".join(owner.__struct_fields__)
         field = text.split("`")[1]
         full = f"{where}.{field}" if where in TIER_NAMES else field
         return f"{full}: unknown field; allowed here: {allowed}"
-    found: Any = given
-    for part in where.split("."):
-        found = found.get(part, "?") if isinstance(found, Mapping) else "?"
-    return f"{where}: found {found!r}; {text[0].lower()}{text[1:]}"
+    hint = get_type_hints(owner).get(steps[-1])
+    if get_origin(hint) is Literal:
+        text = f"allowed: {', '.join(get_args(hint))}"
+    return f"{where}: found {_value_at(where, given)!r}; {text[0].lower()}{text[1:]}"
+
+
+def _value_at(where: str, given: Mapping[str, Any]) -> Any:
+    value: Any = given
+    for name, index in _STEP.findall(where):
+        if index and isinstance(value, Sequence):
+            value = value[int(index)]
+        elif isinstance(value, Mapping):
+            value = value[name]
+    return value
 
 
 def _check(config: OpalConfig) -> None:
