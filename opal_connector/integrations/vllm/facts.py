@@ -1,10 +1,12 @@
 """What vLLM's configuration says about an engine, in Opal's terms."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from huggingface_hub import try_to_load_from_cache
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -101,9 +103,7 @@ def engine_metadata(
     if config.weights_id is not None:
         weights_id = f"configured:{config.weights_id}"
     else:
-        weights_id = weights_fingerprint(model.model)
-        if weights_id.startswith("name:"):
-            weights_id += f"@{model.revision or 'main'}"
+        weights_id = weights_fingerprint(_local_directory(model.model, model.revision))
     return OpalEngineMetadata(
         weights_id=weights_id,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -119,6 +119,16 @@ def engine_metadata(
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         context_parallel_size=parallel.decode_context_parallel_size,
     )
+
+
+def _local_directory(model: str, revision: str | None) -> str:
+    """The snapshot directory of a hub name that has been downloaded; otherwise `model@revision`."""
+    if Path(model).exists():
+        return model
+    config_file = try_to_load_from_cache(model, "config.json", revision=revision)
+    if isinstance(config_file, str):
+        return str(Path(config_file).parent)
+    return f"{model}@{revision or 'main'}"
 
 
 def _cache_dtype(vllm_config: VllmConfig) -> str:
