@@ -23,8 +23,11 @@ class CommandFailure(CommandError):
 
 
 @contextlib.contextmanager
-def plain_failures() -> Iterator[None]:
-    """Turns what the machine refuses, and what is not installed, into a `CommandFailure`."""
+def plain_failures(extra: str = "models") -> Iterator[None]:
+    """Turns what the machine refuses, and what is not installed, into a `CommandFailure`.
+
+    `extra` is the package's extra that has everything the command imports.
+    """
     try:
         yield
     except OSError as error:
@@ -33,5 +36,5 @@ def plain_failures() -> Iterator[None]:
         raise CommandFailure(f"The system refused: {reason}{place}.") from error
     except ModuleNotFoundError as error:
         raise CommandFailure(
-            f"The Python package {error.name!r} is missing: pip install 'opal-connector[models]'."
+            f"The Python package {error.name!r} is missing: pip install 'opal-connector[{extra}]'."
         ) from error

@@ -17,6 +17,9 @@ class CommandPlace(NamedTuple):
 
 
 COMMANDS: Final = {
+    "demo": CommandPlace(
+        "opal_connector.cli.demo", "demo", "See a long prompt answered from the cache, for real."
+    ),
     "models": CommandPlace(
         "opal_connector.cli.models", "models", "Get or make small models to try the cache with."
     ),

@@ -17,8 +17,11 @@ class Reporter:
         """States one fact."""
 
     @contextlib.contextmanager
-    def step(self, text: str, total: float) -> Iterator[Advance]:  # noqa: ARG002 - shows no bar
-        """Runs one step of `total` units; the given function moves it forward by some units."""
+    def step(self, text: str, total: float | None) -> Iterator[Advance]:  # noqa: ARG002 - no bar
+        """Runs one step of `total` units; the given function moves it forward by some units.
+
+        A total of None says that nobody knows how far it is: something moves, no share is shown.
+        """
         self.say(text)
         yield lambda _units: None
 
@@ -36,7 +39,7 @@ class ConsoleReporter(Reporter):
 
     @override
     @contextlib.contextmanager
-    def step(self, text: str, total: float) -> Iterator[Advance]:
+    def step(self, text: str, total: float | None) -> Iterator[Advance]:
         """Shows a bar on a terminal, and a line elsewhere."""
         if not self._console.is_terminal:
             with super().step(text, total) as advance:
