@@ -72,13 +72,17 @@ class CPUMemory(TierStore):
         tier_rows, block_ids = item.tier_rows, item.block_ids
         for row in tier_rows:
             self._checks[row] = _EMPTY
+        checks: list[int] = []
         batch = paged.batch_blocks
         for start in range(0, len(tier_rows), batch):
             stop = min(start + batch, len(tier_rows))
             paged.gather(block_ids[start:stop], self.rows, tier_rows[start:stop], after)
-            for position in range(start, stop):
-                row = tier_rows[position]
-                self._checks[row] = self._check_value(row, item.stamps, position)
+            checks += [
+                self._check_value(tier_rows[position], item.stamps, position)
+                for position in range(start, stop)
+            ]
+        for row, check in zip(tier_rows, checks, strict=True):  # all of the object, or nothing
+            self._checks[row] = check
         return len(tier_rows) * int(self.rows.shape[1])
 
     @override
