@@ -41,10 +41,12 @@ def execute_part(
     """
     outcome = PartOutcome()
     for begin, batch in _batches(objects):
-        if _attempt(outcome, merge(batch), is_load, tiers, paged, after) is None:
+        error = _attempt(outcome, merge(batch), is_load, tiers, paged, after)
+        if error is None:
             continue
         for position, item in enumerate(batch, start=first + begin):
-            error = _attempt(outcome, item, is_load, tiers, paged, after)
+            if len(batch) > 1:
+                error = _attempt(outcome, item, is_load, tiers, paged, after)
             if error is not None:
                 outcome.failed[position] = _report(error, item, is_load=is_load)
                 if is_load:

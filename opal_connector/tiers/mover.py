@@ -1,7 +1,9 @@
 """Transfer threads: loads before stores, results collected for whoever polls."""
 
+import contextlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -106,13 +108,16 @@ class Mover:
             self._loads.clear()
             self._stores.clear()
             self._wake.notify_all()
+        deadline = time.monotonic() + timeout_seconds
         for thread in self._threads:
-            thread.join(timeout_seconds)
+            thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
         if self._cpus:
-            os.sched_setaffinity(0, self._cpus)
+            # Cores that were taken away meanwhile: the thread works where it is.
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, self._cpus)
         while True:
             with self._wake:
                 while not (self._loads or self._stores or self._is_closing):
