@@ -157,11 +157,11 @@ class OpalStorageBackend:
             Whether the object is there now. Not so when the write failed, when the tier was
             reset meanwhile, or when a longer object that begins with it came first.
         """
-        self._writing.discard(record.run, record.group)
         if self._records.get(record.key) is not record:
             record.state = ObjectState.ABSENT
             self._release_doomed(record)
             return False
+        self._writing.discard(record.run, record.group)
         shared_blocks = self._ready.longest(record.run, record.group)[1]
         if not stored or shared_blocks * HASH_BYTES == len(record.run):
             record.state = ObjectState.ABSENT
@@ -237,6 +237,7 @@ class OpalStorageBackend:
             if record.is_readable:
                 self._remove(record)
             else:
+                self._writing.discard(record.run, record.group)
                 self._forget(record)
 
     # ---- inside ----
@@ -254,12 +255,24 @@ class OpalStorageBackend:
         return None
 
     def _make_room(self, rows_needed: int) -> tuple[int, ...] | None:
-        while self.pool.used_rows + rows_needed > self._limit_rows:
-            victims = self._policy.evict(1)
-            if victims is None:
+        """Rows for a new object, by evicting no more than is missing; None evicts nothing."""
+        victims: list[ObjectRecord] = []
+        missing = self.pool.used_rows + rows_needed - self._limit_rows
+        while missing > 0:
+            chosen = self._policy.evict(1)
+            if chosen is None:
+                for record in victims:
+                    self._policy.insert(record.key)
+                for record in victims:
+                    self._adopt(record.parent_hash, record.group)
                 return None
-            self.eviction_count += 1
-            self._remove(self._records[victims[0]], in_policy=False)
+            record = self._records[chosen[0]]
+            self._abandon(record.parent_hash, record.group)  # the parent may be the next
+            missing -= len(record.rows)
+            victims.append(record)
+        for record in victims:
+            self._remove(record, is_evicted=True)
+        self.eviction_count += len(victims)
         return self.pool.allocate(rows_needed)
 
     def _adopt(self, parent_hash: bytes, group: int) -> None:
@@ -286,18 +299,18 @@ class OpalStorageBackend:
         if not record.is_held and record.key not in self._children:
             self._policy.unpin(record.key)
 
-    def _remove(self, record: ObjectRecord, *, in_policy: bool = True) -> None:
+    def _remove(self, record: ObjectRecord, *, is_evicted: bool = False) -> None:
         self._ready.discard(record.run, record.group)
         shared_blocks = self._ready.longest(record.run, record.group)[1]
-        self._forget(record, in_policy=in_policy)
+        self._forget(record, is_evicted=is_evicted)
         fact = ObjectFact(record.group, record.parent_hash, record.run, shared_blocks)
         self._log.append(Delete(fact, self.tier))
 
-    def _forget(self, record: ObjectRecord, *, in_policy: bool = True) -> None:
+    def _forget(self, record: ObjectRecord, *, is_evicted: bool = False) -> None:
         del self._records[record.key]
-        if in_policy:
+        if not is_evicted:  # else it has left the policy and its parent already
             self._policy.remove(record.key)
-        self._abandon(record.parent_hash, record.group)
+            self._abandon(record.parent_hash, record.group)
         if record.is_held:
             self._doomed[id(record)] = record
         else:
