@@ -112,6 +112,12 @@ class OpalStorageBackend:
         """Blocks of `wanted` that an object being written now will bring."""
         return self._writing.longest(wanted, group)[1]
 
+    def holds(self, spec: ObjectSpec) -> bool:
+        """Whether storing `spec` would bring nothing: it is here or coming, or a longer one is."""
+        if spec.key in self._records:
+            return True
+        return self._ready.longest(spec.run, spec.group)[1] == spec.block_count
+
     # ---- storing ----
 
     def reserve(self, spec: ObjectSpec) -> ObjectRecord | Refusal:
@@ -243,9 +249,7 @@ class OpalStorageBackend:
     # ---- inside ----
 
     def _refuse(self, spec: ObjectSpec) -> Refusal | None:
-        if spec.key in self._records:
-            return Refusal.PRESENT
-        if self._ready.longest(spec.run, spec.group)[1] == spec.block_count:
+        if self.holds(spec):
             return Refusal.PRESENT
         if spec.block_count > self._limit_rows:
             return Refusal.TOO_LARGE

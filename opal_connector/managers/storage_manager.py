@@ -64,6 +64,8 @@ class OpalStorageManager:
 
         Presence in any tier comes before fit in the first, so nothing is stored twice.
         """
+        if any(tier.holds(spec) for tier in self.tiers[1:]):  # the first one asks itself
+            return Refusal.PRESENT
         refusal = Refusal.FULL
         for place, tier in enumerate(self.tiers):
             outcome = tier.reserve(spec)
