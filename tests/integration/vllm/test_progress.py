@@ -151,7 +151,7 @@ def test_ht_46_store_that_never_ends_costs_a_bounded_wait(clock: Clock) -> None:
     engine = Engine(num_blocks=17, transfers="manual", prefix_caching=False)
     engine.answer("gone", prompt(9, 64), max_tokens=1)  # its blocks stay held
     engine.add("a", prompt(1, 90), max_tokens=60)
-    engine.add("b", prompt(2, 60), max_tokens=10)
+    engine.add("b", prompt(2, 60), max_tokens=60)
     engine.mover().is_inline = True
     engine.run_until(lambda: not engine.steps[-1].total_num_scheduled_tokens)
     for _ in range(5):
@@ -201,7 +201,7 @@ def test_gate_bounds_the_requests_that_fetch_or_are_ready(limit: int) -> None:
     engine.assert_idle()
 
 
-def test_blocks_held_for_stores_are_bounded() -> None:
+def test_blocks_held_for_stores_are_bounded(clock: Clock) -> None:
     """However slow the tier, most of the device is left to the requests."""
     engine = Engine(num_blocks=101, transfers="manual", batch_tokens=64, max_requests=4)
     names = [f"r{seed}" for seed in range(12)]
@@ -212,6 +212,7 @@ def test_blocks_held_for_stores_are_bounded() -> None:
         if all(engine.results[name].finish_reason for name in names):
             break
         engine.step()
+        clock.now += 0.1
         most = max(most, len(engine.half.holds))
 
     assert all(engine.results[name].finish_reason for name in names)

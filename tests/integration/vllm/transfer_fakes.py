@@ -39,7 +39,7 @@ class ManualMover:
     def submit(self, job: Job) -> None:
         self.pending.append(job)
         if self.is_inline:
-            self.run()
+            self.run([job])
 
     def refuse(self, job: Job, result: JobResult) -> None:
         self._results.append((job, result))
