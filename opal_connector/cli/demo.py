@@ -199,11 +199,9 @@ def show(report: DemoReport, answer: str) -> None:
     from rich.table import Table
 
     tiers = ", ".join(f"{tokens} {tier}" for tier, tokens in report.hit_tokens_by_tier.items())
-    table = Table(
-        title=f"{report.model}: {report.prompt_tokens} prompt tokens, time to the first token"
-    )
-    table.add_column("the prompt's KV cache")
-    table.add_column("seconds", justify="right")
+    table = Table()
+    table.add_column(f"{report.prompt_tokens} prompt tokens' KV cache")
+    table.add_column("first token, s", justify="right")
     table.add_column("faster than cold", justify="right")
     for name, seconds in (
         ("cold: all of it computed", report.cold_ttft_s),
@@ -216,7 +214,7 @@ def show(report: DemoReport, answer: str) -> None:
     console.print(table)
     same = "the same tokens every time" if report.outputs_equal else "NOT the same every time"
     console.print(f"{report.hit_fraction:.1%} of the prompt came from Opal; {same}:", markup=False)
-    console.print(f"  {answer.strip()!r}", markup=False)
+    console.print(f"  {' '.join(answer.split())}", markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
