@@ -14,14 +14,17 @@ _MINIMUM = 16
 
 
 class BlockHolds:
-    """Blocks held per store job.
+    """Blocks held per store job, until every rank has answered.
 
-    Mutable state: `_held`, used by the engine core's thread only.
+    The answers are counted here and not taken from the books: the blocks are vLLM's, and a fault
+    in the books must not keep them. Mutable state: per job its blocks, the ranks that owe an
+    answer and since when; used by the engine core's thread only.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._held: dict[int, list[KVCacheBlock]] = {}
+        self._ranks_left: dict[int, int] = {}
         self._since: dict[int, float] = {}
         self._limit = max(_MINIMUM, int(pool.num_gpu_blocks * _SHARE))
         self._count = 0
@@ -31,20 +34,27 @@ class BlockHolds:
         """Blocks that further stores may hold now. The first one may hold any number."""
         return max(0, self._limit - self._count) if self._count else self._pool.num_gpu_blocks
 
-    def hold(self, job_id: int, block_ids: Sequence[int], now: float) -> None:
-        """Keep these blocks until `release(job_id)`."""
+    def hold(self, job_id: int, block_ids: Sequence[int], *, ranks: int, now: float) -> None:
+        """Keep these blocks until `ranks` answers to the job."""
         blocks = [self._pool.blocks[block_id] for block_id in block_ids]
         self._pool.touch(blocks)
         self._held[job_id] = blocks
+        self._ranks_left[job_id] = ranks
         self._since[job_id] = now
         self._count += len(blocks)
 
-    def release(self, job_id: int) -> None:
-        """Let the blocks of a job go, the last first, as vLLM does. Unknown jobs are ignored."""
-        blocks = self._held.pop(job_id, None)
-        if blocks is None:
+    def answer(self, job_id: int) -> None:
+        """One rank has ended a job. With the last one its blocks go, the tail first.
+
+        That is vLLM's own order. Jobs that hold nothing are ignored.
+        """
+        if job_id not in self._held:
             return
-        del self._since[job_id]
+        self._ranks_left[job_id] -= 1
+        if self._ranks_left[job_id]:
+            return
+        blocks = self._held.pop(job_id)
+        del self._ranks_left[job_id], self._since[job_id]
         self._count -= len(blocks)
         self._pool.free_blocks(reversed(blocks))
 

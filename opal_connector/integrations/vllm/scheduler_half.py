@@ -23,6 +23,7 @@ from opal_connector.events import EventLog
 from opal_connector.integrations.vllm.block_holds import BlockHolds
 from opal_connector.integrations.vllm.books import Books, build_books
 from opal_connector.integrations.vllm.facts import group_facts
+from opal_connector.integrations.vllm.guard import contained
 from opal_connector.integrations.vllm.identity import (
     LoraFingerprints,
     is_cacheable,
@@ -37,9 +38,8 @@ from opal_connector.integrations.vllm.messages import (
 from opal_connector.integrations.vllm.stats import OpalStats
 from opal_connector.integrations.vllm.tracker import IDENTITY_WAIT_SECONDS, RequestTracker
 from opal_connector.managers import LookupState
-from opal_connector.managers.jobs import JobKind
 from opal_connector.managers.planning import IN_FLIGHT
-from opal_connector.transfers import JobBatch, LoadJob, StoreJob
+from opal_connector.transfers import JobBatch, JobResult, LoadJob, StoreJob
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ _EXPIRY_SECONDS = 5.0
 _GAUGE_SECONDS = 1.0
 _HOLD_PATIENCE_SECONDS = 1.0
 _NO_STEP_JOBS = OpalStepJobs()
+_UNBOOKED_JOB = 0  # the books number theirs from 1 and ignore answers to others
 _MISS = (0, False)
 _ASK_AGAIN = (None, False)
 
@@ -56,7 +57,8 @@ class SchedulerHalf:
     """The books of one engine, and the requests on their way through it.
 
     Mutable state: `_trackers` (one per live request), `_fetching` (requests between load and
-    first step), the jobs not yet sent and the blocks held for stores; used by one thread.
+    first step), the jobs not yet sent, results to be booked again and the blocks held for stores;
+    used by one thread.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class SchedulerHalf:
         self._fetching: set[str] = set()
         self._loads: list[LoadJob] = []
         self._stores: list[StoreJob] = []
+        self._unbooked: list[JobResult] = []
+        self._workers: list[WorkerFacts] = []
         self._next_expiry = 0.0
         self._next_gauges = 0.0
         if transfer.kv_load_failure_policy != "recompute":
@@ -95,7 +99,15 @@ class SchedulerHalf:
         self.holds = BlockHolds(pool)
 
     def start(self, workers: list[WorkerFacts]) -> None:
-        """Build the books from what the workers have. Until then nothing hits or is stored."""
+        """Build the books from what the workers have. Until then nothing hits or is stored.
+
+        vLLM may say it again when it wakes up; the books then stay as they are.
+        """
+        if self.books is not None:
+            if workers != self._workers:
+                logger.warning("the workers have changed; Opal goes on as it began")
+            return
+        self._workers = workers
         refusals = sorted({worker.refusal for worker in workers if worker.refusal})
         if isinstance(self._group, str):
             refusals = [self._group]
@@ -167,7 +179,7 @@ class SchedulerHalf:
         tracker.computed_blocks = computed_tokens // block_tokens
         tracker.lookup_tokens = request.num_tokens - computed_tokens
         tracker.tier_tokens = {}
-        if not self._may_load:
+        if not (self._may_load and tracker.may_load):
             return _MISS
         opal.extend(request.all_token_ids)
         max_blocks = (request.num_tokens - 1) // block_tokens - self._margin_blocks
@@ -197,7 +209,12 @@ class SchedulerHalf:
             first = tracker.computed_blocks
             count = external_tokens // self.books.manager.database.block_tokens
             destinations = block_ids[first : first + count]
-            self._loads.append(self.books.manager.plan_load(tracker.opal, destinations))
+            # vLLM waits for this load: without a plan its blocks are reported as not filled.
+            job = LoadJob(_UNBOOKED_JOB, request.request_id, (), tuple(destinations))
+            with contained("update_state_after_alloc"):
+                job = self.books.manager.plan_load(tracker.opal, destinations)
+            tracker.may_load = job.job_id != _UNBOOKED_JOB  # else it would be tried for ever
+            self._loads.append(job)
             self._fetching.add(request.request_id)
         if tracker.lookup_tokens is not None and request.num_preemptions == 0:
             self.books.manager.count_admission(tracker.tier_tokens, tracker.lookup_tokens)
@@ -224,8 +241,9 @@ class SchedulerHalf:
         self._fetching.discard(request.request_id)
         if self.books is None or tracker is None or tracker.opal is None:
             return None
-        if tracker.sure_tokens:
-            self._plan_store(tracker, block_ids, time.monotonic(), include_tail=True)
+        with contained("request_finished"):
+            if tracker.sure_tokens:
+                self._plan_store(tracker, block_ids, time.monotonic(), include_tail=True)
         self.books.manager.end_request(tracker.opal)
         hit_tokens = {tier: count for tier, count in tracker.opal.hit_tokens.items() if count}
         return {"opal": {"hit_tokens": hit_tokens, "stored_tokens": tracker.opal.stored_tokens}}
@@ -239,7 +257,10 @@ class SchedulerHalf:
         now = time.monotonic()
         if now >= self._next_expiry:
             self._next_expiry = now + _EXPIRY_SECONDS
-            self.books.manager.expire(now)
+            with contained("build_connector_meta"):
+                self.books.manager.expire(now)
+        if self._unbooked:
+            self._book_again()
         for request_id in output.preempted_req_ids or ():
             self._restart(request_id)
         for request_id in output.scheduled_cached_reqs.resumed_req_ids:
@@ -260,9 +281,10 @@ class SchedulerHalf:
         if self.books is None or not isinstance(meta, OpalStepResults):
             return
         for result in meta.results:
-            job = self.books.manager.commit(result)
-            if job is not None and job.kind is JobKind.STORE and self.holds is not None:
-                self.holds.release(job.job_id)
+            if self.holds is not None:
+                self.holds.answer(result.job_id)
+            with contained("update_connector_output"):
+                self._book(result)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Events for vLLM's stream, at most every `kvcevent_coalesce_time` seconds."""
@@ -350,6 +372,21 @@ class SchedulerHalf:
         ahead = len(self._fetching) - (request_id in self._fetching)
         return ahead >= self._config.max_kvc_ready_requests
 
+    def _book(self, result: JobResult) -> None:
+        assert self.books is not None
+        try:
+            self.books.manager.commit(result)
+        except Exception:
+            self._unbooked.append(result)  # a result that is lost leaves its job open for ever
+            raise
+
+    def _book_again(self) -> None:
+        assert self.books is not None
+        results, self._unbooked = self._unbooked, []
+        for result in results:
+            with contained("update_connector_output"):
+                self.books.manager.commit(result)
+
     def _restart(self, request_id: str) -> None:
         self._fetching.discard(request_id)
         tracker = self._trackers.get(request_id)
@@ -382,7 +419,8 @@ class SchedulerHalf:
             tables = state.get_block_ids(request_id) if state is not None else None
             if tables is None:
                 continue
-            self._plan_store(tracker, tables[0], now, include_tail=ends_prompt)
+            with contained("build_connector_meta"):
+                self._plan_store(tracker, tables[0], now, include_tail=ends_prompt)
             if tracker.opal.drop_reason == IN_FLIGHT:
                 # What is being stored drains within a few steps: try again then.
                 tracker.planned_chunks = -1
@@ -408,7 +446,7 @@ class SchedulerHalf:
         if job is None:
             return
         held = [block_id for item in job.objects for block_id in item.block_ids]
-        self.holds.hold(job.job_id, held, now)
+        self.holds.hold(job.job_id, held, ranks=len(self._workers), now=now)
         self._stores.append(job)
 
 

@@ -19,6 +19,7 @@ class RequestTracker:
         lora_fingerprint: The adapter's fingerprint being read, None without an adapter.
         asked_at: When the identity was first missing (monotonic seconds).
         computed_blocks: Of the last lookup; a load begins behind them.
+        may_load: Whether lookups are worth while: not after a load that could not be planned.
         lookup_tokens: Tokens asked for by a lookup that the host has not acted on, else None.
         sure_tokens: Tokens whose KV is complete at the end of the last planned step.
         planned_chunks: Whole chunks for which stores were planned.
@@ -31,6 +32,7 @@ class RequestTracker:
         "has_planned_tail",
         "lookup_tokens",
         "lora_fingerprint",
+        "may_load",
         "opal",
         "planned_chunks",
         "request",
@@ -44,6 +46,7 @@ class RequestTracker:
         self.lora_fingerprint: Future[str] | None = None
         self.asked_at: float | None = None
         self.computed_blocks = 0
+        self.may_load = True
         self.lookup_tokens: int | None = None
         self.tier_tokens: dict[str, int] = {}
         self.restart()

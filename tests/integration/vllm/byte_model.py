@@ -138,6 +138,10 @@ class FakeRunner:
         """All bytes of one block."""
         return self._pages[rank][:, block_id].tobytes()
 
+    def last_block_ids(self, request_id: str) -> list[int]:
+        """A request's block table as the workers saw it last."""
+        return self._requests[request_id].block_ids
+
     def prefix_blocks(self, tokens: Sequence[int], rank: int = 0) -> list[bytes]:
         """What the blocks of a prompt must hold."""
         slots = Prefix(Identity()).slots(tokens).reshape(-1, self.block_tokens, SLOT_BYTES)

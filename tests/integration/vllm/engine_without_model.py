@@ -138,6 +138,7 @@ class Engine(EngineView):
         self._depth = 2 if async_steps else 1
         self.workers = [self._make_worker(rank, transfers, wrap_tier) for rank in range(ranks)]
         self.scheduler = self._make_scheduler(v2_runner=v2_runner)
+        self.shake_hands()
         self.aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self._spy_on_lookups()
 
@@ -177,12 +178,15 @@ class Engine(EngineView):
         scheduler.max_num_encoder_input_tokens = 1 << 20
         scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=1 << 20)
         scheduler.kv_event_publisher = mock.Mock(publish=self._publish)
+        return scheduler
+
+    def shake_hands(self) -> None:
+        """Tell the scheduler's connector what the workers have, as the engine does."""
         handshake = {
             (0, rank): pickle.loads(pickle.dumps(worker.get_handshake_metadata()))
             for rank, worker in enumerate(self.workers)
         }
-        scheduler.connector.set_xfer_handshake_metadata_pp_aware(handshake)
-        return scheduler
+        self.connector.set_xfer_handshake_metadata_pp_aware(handshake)
 
     def _publish(self, batch: Any) -> None:
         self.events += batch.events
@@ -199,7 +203,18 @@ class Engine(EngineView):
 
     # ---- driving ----
 
-    def add(
+    def add(self, request_id: str, prompt: Sequence[int] | None, **options: Any) -> Request:
+        """Hand a new request to the scheduler; `options` are those of `make_request`."""
+        identity = options.get("identity") or Identity()
+        request = self.make_request(request_id, prompt, **options)
+        self.runner.salts[request_id] = identity.salt
+        self.identities[request_id] = identity
+        self.requests[request_id] = request
+        self.results[request_id] = Result()
+        self.scheduler.add_request(request)
+        return request
+
+    def make_request(
         self,
         request_id: str,
         prompt: Sequence[int] | None,
@@ -207,16 +222,16 @@ class Engine(EngineView):
         max_tokens: int = 3,
         identity: Identity | None = None,
         lora_path: str = "/nowhere",
+        skip_reading: bool | None = None,
         **options: Any,
     ) -> Request:
-        """Hand a request to the scheduler."""
+        """A request as the engine core makes it."""
         identity = identity or Identity()
-        skip_reading = options.pop("skip_reading", None)
         lora = None
         if identity.lora:
             number = int.from_bytes(identity.lora.encode(), "little") % 1000 + 1
             lora = LoRARequest(identity.lora, number, lora_path)
-        request = Request(
+        return Request(
             request_id=request_id,
             prompt_token_ids=list(prompt) if prompt is not None else None,
             sampling_params=SamplingParams(
@@ -232,12 +247,6 @@ class Engine(EngineView):
             block_hasher=self._hasher,
             **options,
         )
-        self.runner.salts[request_id] = identity.salt
-        self.identities[request_id] = identity
-        self.requests[request_id] = request
-        self.results[request_id] = Result()
-        self.scheduler.add_request(request)
-        return request
 
     def abort(self, request_id: str) -> None:
         """As a client that goes away."""
