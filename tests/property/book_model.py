@@ -1,0 +1,141 @@
+"""What the books hold according to their own events, and the jobs that are in motion."""
+
+from collections.abc import Sequence, Set
+from itertools import takewhile
+
+from hypothesis import strategies as st
+
+from opal_connector.events import ObjectFact
+from opal_connector.keys import HASH_BYTES
+from opal_connector.transfers import FailureKind, JobResult, LoadJob, StoreJob
+
+Key = tuple[str, bytes]
+
+# Prompts of two kinds of block that share beginnings and part inside and at the ends of chunks.
+BASES = ([0] * 9, [0, 0, 0, 1, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 1, 1, 1, 1], [1, 0] * 4)
+BLOCKS = st.builds(
+    lambda base, cut, tail: [*base[:cut], *tail],
+    st.sampled_from(BASES),
+    st.integers(0, 9).map(lambda drawn: 9 - drawn),
+    st.lists(st.integers(0, 1), max_size=2),
+)
+
+
+def hashes_of(run: bytes) -> list[bytes]:
+    return [run[start : start + HASH_BYTES] for start in range(0, len(run), HASH_BYTES)]
+
+
+def common_blocks(left: bytes, right: bytes) -> int:
+    """Blocks at the start of both runs that are the same, one by one."""
+    pairs = zip(hashes_of(left), hashes_of(right), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+class Contents:
+    """Objects by tier and key as the events tell it, and which stay of a key this is.
+
+    Mutable state: `facts`, and `born`, the number of the insertion of each.
+    """
+
+    def __init__(self) -> None:
+        self.facts: dict[Key, ObjectFact] = {}
+        self.born: dict[Key, int] = {}
+        self._count = 0
+
+    def common(self, run: bytes, *, without: Key | None = None) -> int:
+        """Blocks of `run` that some object holds."""
+        return max(
+            (
+                common_blocks(fact.block_hashes, run)
+                for key, fact in self.facts.items()
+                if key != without
+            ),
+            default=0,
+        )
+
+    def insert(self, key: Key, fact: ObjectFact) -> None:
+        assert key not in self.facts, "inserted twice"
+        assert fact.shared_blocks == self.common(fact.block_hashes), "shares otherwise"
+        self._count += 1
+        self.facts[key], self.born[key] = fact, self._count
+
+    def delete(self, key: Key, fact: ObjectFact) -> int:
+        """Returns which stay ended."""
+        known = self.facts.pop(key)
+        assert (known.parent_hash, known.block_hashes) == (fact.parent_hash, fact.block_hashes)
+        assert fact.shared_blocks == self.common(fact.block_hashes), "shares otherwise"
+        return self.born.pop(key)
+
+    def blocks(self) -> set[bytes]:
+        """The hashes of all blocks that can be had."""
+        return {block for fact in self.facts.values() for block in hashes_of(fact.block_hashes)}
+
+    def expect(
+        self,
+        hashes: Sequence[bytes],
+        computed: int,
+        limit: int,
+        *,
+        chunk_blocks: int,
+        busy: Set[int],
+    ) -> tuple[int, int, int]:
+        """What a lookup may find: the longest common beginning, by looking at every object (I4).
+
+        Returns:
+            The fewest and the most blocks if what is being loaded (`busy` stays) is left out, for
+            two siblings may serve alike and only one be busy; and all blocks.
+        """
+        held = self.blocks()
+        total = 0
+        while computed + total < limit and hashes[computed + total] in held:
+            total += 1
+        lower: int | None = None
+        upper: int | None = None
+        block = computed
+        while block < computed + total:
+            start = block - block % chunk_blocks
+            stop = min(start + chunk_blocks, limit)
+            servers = self.servers(
+                b"".join(hashes[start:stop]), is_whole=stop - start == chunk_blocks
+            )
+            is_busy = [self.born[key] in busy for key in servers]
+            if lower is None and any(is_busy):
+                lower = block - computed
+            if upper is None and all(is_busy):
+                upper = block - computed
+            block = stop
+        return total if lower is None else lower, total if upper is None else upper, total
+
+    def servers(self, wanted: bytes, *, is_whole: bool) -> list[Key]:
+        """The objects that may serve a chunk: the chunk itself, or those that share most of it."""
+        own = [key for key, fact in self.facts.items() if fact.block_hashes == wanted]
+        if is_whole and own:
+            return own
+        best = self.common(wanted)
+        return [
+            key
+            for key, fact in self.facts.items()
+            if common_blocks(fact.block_hashes, wanted) == best
+        ]
+
+
+class Job:
+    """A planned job, the objects it uses, and what its ranks still owe.
+
+    Mutable state: the ranks that have not executed, the results not committed, what failed.
+    """
+
+    def __init__(
+        self, job: LoadJob | StoreJob, ranks: int, epoch: int, stays: list[int] | None
+    ) -> None:
+        self.job = job
+        self.epoch = epoch
+        self.stays = stays  # of a load: the object behind each transfer
+        self.to_execute = list(range(ranks))
+        self.to_commit: list[JobResult] = []
+        self.failed: dict[int, set[FailureKind]] = {}
+        self.answers_left = ranks
+
+    @property
+    def is_load(self) -> bool:
+        return isinstance(self.job, LoadJob)
