@@ -59,3 +59,22 @@ def build_books(
     )
     metadata = engine_metadata(vllm_config, group, workers, config, chunk_blocks)
     return Books(manager=manager, metadata=metadata, row_bytes=row_bytes)
+
+
+def describe_books(books: Books, config: OpalConfig, workers: list[WorkerFacts]) -> str:
+    """The effective configuration in one line."""
+    database = books.manager.database
+    tiers = ", ".join(
+        f"{tier.tier} {tier.capacity_bytes / (1 << 30):.2f} GiB a worker, "
+        f"{config.tier(tier.tier).eviction_policy}"
+        for tier in books.manager.storage.tiers
+    )
+    return (
+        f"{tiers}; chunks of {database.chunk_blocks * database.block_tokens} tokens "
+        f"({database.chunk_blocks} blocks, "
+        f"{database.chunk_blocks * books.row_bytes / (1 << 20):.2f} MiB); "
+        f"unfull chunks {'kept' if config.save_unfull_chunk else 'dropped'}; "
+        f"max_kvc_ready_requests {config.max_kvc_ready_requests}; {len(workers)} worker(s), "
+        f"{workers[0].attention_backend}/{workers[0].cpu_isa}; "
+        f"namespace {books.metadata.namespace.hex()[:16]}"
+    )

@@ -21,7 +21,7 @@ from vllm.v1.request import Request
 from opal_connector.config import OpalConfig
 from opal_connector.events import EventLog
 from opal_connector.integrations.vllm.block_holds import BlockHolds
-from opal_connector.integrations.vllm.books import Books, build_books
+from opal_connector.integrations.vllm.books import Books, build_books, describe_books
 from opal_connector.integrations.vllm.facts import group_facts
 from opal_connector.integrations.vllm.guard import contained
 from opal_connector.integrations.vllm.identity import (
@@ -36,10 +36,10 @@ from opal_connector.integrations.vllm.messages import (
     WorkerFacts,
 )
 from opal_connector.integrations.vllm.stats import OpalStats
+from opal_connector.integrations.vllm.store_planner import StorePlanner
 from opal_connector.integrations.vllm.tracker import IDENTITY_WAIT_SECONDS, RequestTracker
-from opal_connector.managers import LookupState
-from opal_connector.managers.planning import IN_FLIGHT
-from opal_connector.transfers import JobBatch, JobResult, LoadJob, StoreJob
+from opal_connector.managers import LookupResult, LookupState
+from opal_connector.transfers import JobBatch, JobResult, LoadJob
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class SchedulerHalf:
         self._trackers: dict[str, RequestTracker] = {}
         self._fetching: set[str] = set()
         self._loads: list[LoadJob] = []
-        self._stores: list[StoreJob] = []
+        self._stores: StorePlanner | None = None
         self._unbooked: list[JobResult] = []
         self._workers: list[WorkerFacts] = []
         self._next_expiry = 0.0
@@ -125,26 +125,9 @@ class SchedulerHalf:
             log=self._log,
             warn=logger.warning,
         )
-        database = self.books.manager.database
-        tiers = ", ".join(
-            f"{tier.tier} {tier.capacity_bytes / (1 << 30):.2f} GiB a worker, "
-            f"{self._config.tier(tier.tier).eviction_policy}"
-            for tier in self.books.manager.storage.tiers
-        )
-        logger.info(
-            "Opal is on: %s; chunks of %d tokens (%d blocks, %.2f MiB); unfull chunks %s; "
-            "max_kvc_ready_requests %d; %d worker(s), %s/%s; namespace %s",
-            tiers,
-            database.chunk_blocks * database.block_tokens,
-            database.chunk_blocks,
-            database.chunk_blocks * self.books.row_bytes / (1 << 20),
-            "kept" if self._config.save_unfull_chunk else "dropped",
-            self._config.max_kvc_ready_requests,
-            len(workers),
-            workers[0].attention_backend,
-            workers[0].cpu_isa,
-            self.books.metadata.namespace.hex()[:16],
-        )
+        if self._may_store and self.holds is not None:
+            self._stores = StorePlanner(self.books.manager, self.holds, ranks=len(workers))
+        logger.info("Opal is on: %s", describe_books(self.books, self._config, workers))
 
     # ---- one request ----
 
@@ -182,10 +165,7 @@ class SchedulerHalf:
         if not (self._may_load and tracker.may_load):
             return _MISS
         opal.extend(request.all_token_ids)
-        max_blocks = (request.num_tokens - 1) // block_tokens - self._margin_blocks
-        result = self.books.manager.lookup(
-            opal, computed_blocks=tracker.computed_blocks, max_blocks=max_blocks, now=now
-        )
+        result = self._lookup(tracker, (request.num_tokens - 1) // block_tokens, now)
         if result.state is LookupState.MISS:
             return _MISS
         if result.state is LookupState.WAIT or self._is_gate_closed(request.request_id):
@@ -242,8 +222,8 @@ class SchedulerHalf:
         if self.books is None or tracker is None or tracker.opal is None:
             return None
         with contained("request_finished"):
-            if tracker.sure_tokens:
-                self._plan_store(tracker, block_ids, time.monotonic(), include_tail=True)
+            if tracker.sure_tokens and self._stores is not None:
+                self._stores.plan(tracker, block_ids, time.monotonic(), include_tail=True)
         self.books.manager.end_request(tracker.opal)
         hit_tokens = {tier: count for tier, count in tracker.opal.hit_tokens.items() if count}
         return {"opal": {"hit_tokens": hit_tokens, "stored_tokens": tracker.opal.stored_tokens}}
@@ -265,15 +245,13 @@ class SchedulerHalf:
             self._restart(request_id)
         for request_id in output.scheduled_cached_reqs.resumed_req_ids:
             self._restart(request_id)
-        if self._may_store:
-            self._plan_stores(output, now)
-        else:
-            self._fetching.difference_update(output.num_scheduled_tokens)
+        self._fetching.difference_update(output.num_scheduled_tokens)
+        if self._stores is not None:
+            self._stores.plan_step(output, self._trackers, now)
         if not (self._loads or self._stores):
             return _NO_STEP_JOBS
-        jobs = JobBatch(tuple(self._loads), tuple(self._stores))
-        self._loads, self._stores = [], []
-        return OpalStepJobs(jobs)
+        loads, self._loads = tuple(self._loads), []
+        return OpalStepJobs(JobBatch(loads, self._stores.take() if self._stores else ()))
 
     def take_output(self, output: KVConnectorOutput) -> None:
         """Commit what the workers report, before anything is looked up again."""
@@ -340,10 +318,21 @@ class SchedulerHalf:
 
     # ---- inside ----
 
-    @property
-    def _margin_blocks(self) -> int:
-        """Blocks at the end of a hit that a draft model must recompute."""
-        return int(not isinstance(self._group, str) and self._group.is_eagle)
+    def _lookup(self, tracker: RequestTracker, max_blocks: int, now: float) -> LookupResult:
+        """Ask the books. A draft model must compute the last block of a hit again.
+
+        Its KV of a block's last token depends on the token behind it, which no hash of ours covers.
+        """
+        assert self.books is not None
+        assert tracker.opal is not None
+        lookup = self.books.manager.lookup
+        first = tracker.computed_blocks
+        result = lookup(tracker.opal, computed_blocks=first, max_blocks=max_blocks, now=now)
+        is_eagle = not isinstance(self._group, str) and self._group.is_eagle
+        if is_eagle and result.state is LookupState.HIT:
+            stop = first + result.block_count - 1
+            result = lookup(tracker.opal, computed_blocks=first, max_blocks=stop, now=now)
+        return result
 
     def _identify(self, tracker: RequestTracker, lora_fingerprint: str | None) -> None:
         assert self.books is not None
@@ -388,66 +377,10 @@ class SchedulerHalf:
                 self.books.manager.commit(result)
 
     def _restart(self, request_id: str) -> None:
-        self._fetching.discard(request_id)
+        # It may be fetching again already: vLLM can preempt and admit it in one step.
         tracker = self._trackers.get(request_id)
         if tracker is not None:
             tracker.restart()
-
-    def _plan_stores(self, output: SchedulerOutput, now: float) -> None:
-        """Look at every request of the step; most have completed no chunk."""
-        assert self.books is not None
-        database = self.books.manager.database
-        chunk_tokens = database.chunk_blocks * database.block_tokens
-        trackers = self._trackers
-        for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
-            self._fetching.discard(request_id)
-            tracker = trackers.get(request_id)
-            if tracker is None or tracker.opal is None:
-                continue
-            request = tracker.request
-            # Drafted tokens may be rejected: nothing beyond the request's own tokens is sure.
-            sure_tokens = request.num_computed_tokens + scheduled_tokens
-            if sure_tokens > request.num_tokens:
-                sure_tokens = request.num_tokens
-            tracker.sure_tokens = sure_tokens
-            ends_prompt = not tracker.has_planned_tail and sure_tokens >= request.num_prompt_tokens
-            if sure_tokens // chunk_tokens <= tracker.planned_chunks and not ends_prompt:
-                continue
-            tracker.planned_chunks = sure_tokens // chunk_tokens
-            tracker.has_planned_tail = tracker.has_planned_tail or ends_prompt
-            state = output.kv_connector_block_state
-            tables = state.get_block_ids(request_id) if state is not None else None
-            if tables is None:
-                continue
-            with contained("build_connector_meta"):
-                self._plan_store(tracker, tables[0], now, include_tail=ends_prompt)
-            if tracker.opal.drop_reason == IN_FLIGHT:
-                # What is being stored drains within a few steps: try again then.
-                tracker.planned_chunks = -1
-                tracker.has_planned_tail = tracker.has_planned_tail and not ends_prompt
-
-    def _plan_store(
-        self, tracker: RequestTracker, block_ids: Sequence[int], now: float, *, include_tail: bool
-    ) -> None:
-        assert self.books is not None
-        assert tracker.opal is not None
-        if self.holds is None or not self._may_store:
-            return
-        tokens = tracker.request.all_token_ids
-        tracker.opal.extend(tokens)
-        job = self.books.manager.plan_store(
-            tracker.opal,
-            full_blocks=tracker.sure_tokens // self.books.manager.database.block_tokens,
-            block_ids=block_ids,
-            include_tail=include_tail,
-            tokens=tokens,
-            max_blocks=self.holds.spare_blocks,
-        )
-        if job is None:
-            return
-        held = [block_id for item in job.objects for block_id in item.block_ids]
-        self.holds.hold(job.job_id, held, ranks=len(self._workers), now=now)
-        self._stores.append(job)
 
 
 def facts_of(metadata: Mapping[Any, Any]) -> list[WorkerFacts]:

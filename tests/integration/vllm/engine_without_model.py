@@ -32,6 +32,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -63,6 +64,7 @@ class Engine(EngineView):
         spec_tokens: Drafted tokens a step.
         async_steps: Schedule a step before the output of the last one is known.
         v2_runner: Announce resumed requests as vLLM does for its second model runner.
+        events: Whether vLLM publishes KV events.
         audit: Recompute the books after every step.
         extra: More of `kv_connector_extra_config`.
     """
@@ -86,6 +88,7 @@ class Engine(EngineView):
         async_steps: bool = False,
         v2_runner: bool = False,
         is_eagle: bool = False,
+        events: bool = True,
         audit: bool = True,
         **extra: Any,
     ) -> None:
@@ -105,6 +108,7 @@ class Engine(EngineView):
             spec_tokens=spec_tokens,
             async_steps=async_steps,
         )
+        self.config.kv_events_config.enable_kv_cache_events = events
         self.config.kv_transfer_config = KVTransferConfig(
             kv_connector="OpalConnector",
             kv_connector_module_path="opal_connector",
@@ -129,6 +133,7 @@ class Engine(EngineView):
         self.lookups: list[Lookup] = []
         self.events: list[KVCacheEvent] = []
         self.steps: list[SchedulerOutput] = []
+        self.stats: list[SchedulerStats] = []
         self.load_errors: list[set[int]] = []
         self.during_step: Callable[[SchedulerOutput], None] = lambda output: None
         self._audit = audit
@@ -339,6 +344,8 @@ class Engine(EngineView):
         if answer.kv_connector_output is not None and answer.kv_connector_output.invalid_block_ids:
             self.load_errors.append(answer.kv_connector_output.invalid_block_ids)
         for outputs in self.scheduler.update_from_output(output, answer).values():
+            if outputs.scheduler_stats is not None:
+                self.stats.append(outputs.scheduler_stats)
             for item in outputs.outputs:
                 result = self.results[item.request_id]
                 result.tokens += item.new_token_ids

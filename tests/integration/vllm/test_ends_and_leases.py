@@ -10,6 +10,8 @@ from engine_without_model import Engine
 from vllm.v1.request import RequestStatus
 from vllm_parts import prompt
 
+from opal_connector.integrations.vllm.store_planner import StorePlanner
+
 pytestmark = pytest.mark.vllm
 
 
@@ -281,9 +283,9 @@ def test_consumer_loads_and_never_stores() -> None:
     engine.generate("cold", prompt(1, 100))
     assert engine.held_hashes() == set()
     assert engine.results["cold"].stored_tokens == 0
-    engine.half._may_store = True  # stands for what another process stored
-    engine.generate("stored", prompt(1, 120))
-    engine.half._may_store = False
+    engine.half._stores = StorePlanner(engine.manager, engine.half.holds, ranks=1)
+    engine.generate("stored", prompt(1, 120))  # stands for what another process stored
+    engine.half._stores = None
     engine.forget_device()
     before = engine.held_hashes()
 

@@ -102,6 +102,21 @@ def test_ht_43_one_token_more_is_one_block_more(length: int, expected: int) -> N
     assert warm_hit(Engine(chunk_blocks=1), prompt(1, length)) == expected
 
 
+@pytest.mark.parametrize(("length", "expected"), [(100, 80), (65, 48), (64, 32), (32, 0), (9, 0)])
+def test_last_block_of_a_hit_is_left_to_a_draft_model(length: int, expected: int) -> None:
+    """Its last token's draft KV depends on the token behind it, wherever the hit ends."""
+    engine = Engine(is_eagle=True, chunk_blocks=1)
+    engine.generate("cold", prompt(1, 200))
+    engine.forget_device()
+    for name, tokens in (("same", prompt(1, length)), ("parts", prompt(1, length - 1) + [7] * 99)):
+        warm = engine.generate(name, tokens)
+        assert warm.hit_tokens == expected
+        assert warm.prefill.num_external_cached_tokens == expected
+        engine.assert_answers(name)
+        engine.forget_device()
+    engine.assert_idle()
+
+
 @pytest.mark.parametrize("transfers", ["inline", "threads"])
 def test_ht_45_nothing_is_left_of_a_thousand_requests(transfers: str) -> None:
     """Short, long, repeated, aborted: per-request state returns to zero."""
@@ -197,6 +212,30 @@ def test_gate_bounds_the_requests_that_fetch_or_are_ready(limit: int) -> None:
     assert most == limit
     assert all(engine.results[name].hit_tokens == 48 for name in names)
     assert any(lookup.matched_tokens is None for lookup in engine.lookups)
+    engine.assert_answers(*names)
+    engine.assert_idle()
+
+
+def test_gate_counts_requests_that_a_reset_preempted() -> None:
+    """Preempted and admitted to a load in one step, a request still counts as fetching."""
+    engine = Engine(transfers="manual", max_kvc_ready_requests=1)
+    engine.mover().is_inline = True
+    names = ["a", "b", "c"]
+    for seed, name in enumerate(names):
+        engine.add(name, prompt(seed, 60), max_tokens=20)
+    for _ in range(2):
+        engine.step()
+    engine.mover().is_inline = False
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    for _ in range(4):
+        engine.step()
+        loading = [job.request_id for job in engine.mover().pending_loads]
+        assert loading == ["a"]
+    engine.mover().is_inline = True
+    engine.run_transfers()
+    engine.run()
+
     engine.assert_answers(*names)
     engine.assert_idle()
 
