@@ -188,7 +188,7 @@ def _even_runs(
         step = block_ids[end] - block_ids[begin] if end < last else 1
         while end < last and step and block_ids[end] - block_ids[end - 1] == step:
             end += 1
-        stop = block_ids[end - 1] + (1 if step > 0 else -1)
+        stop = block_ids[end - 1] + (1 if step >= 0 else -1)
         runs.append((begin, end, slice(block_ids[begin], None if stop < 0 else stop, step or 1)))
         begin = end
     return runs
