@@ -105,7 +105,7 @@ def interleaved(
     *,
     repetitions: int,
     warm_up: int = 1,
-    patience: int = 4,
+    patience: int = 2,
 ) -> dict[str, list[float]]:
     """Seconds of every call, one after the other, round after round.
 

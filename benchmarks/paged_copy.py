@@ -239,7 +239,10 @@ def main() -> None:
             found = rates(seconds, bench.moved_bytes)
             with BusyThread():
                 busy = interleaved(
-                    calls_for(bench, objects), repetitions=max(5, repetitions // 4), warm_up=1
+                    calls_for(bench, objects),
+                    repetitions=max(5, repetitions // 4),
+                    warm_up=1,
+                    patience=1,
                 )
             figures[shape.name][order] = found
             figures[shape.name][f"{order}_beside_a_busy_thread"] = rates(busy, bench.moved_bytes)
