@@ -38,13 +38,17 @@ class OpalStats(KVConnectorStats):
 
     @override
     def reduce(self) -> dict[str, int | float]:
-        hits = sum(self.data.get("hit_tokens", {}).values())
-        reduced: dict[str, int | float] = {}
-        for tier, amount in self.data.get("hit_tokens", {}).items():
-            reduced[f"{tier} hit tokens"] = amount
-        missed = min(self.data.get("miss_tokens", {"": 0}).values())
-        if hits or missed:
-            reduced["hit rate %"] = round(100 * hits / (hits + missed), 1)
+        hits = self.data.get("hit_tokens", {})
+        misses = self.data.get("miss_tokens", {})
+        reduced: dict[str, int | float] = {
+            f"{tier} hit tokens": amount for tier, amount in hits.items()
+        }
+        # The first tier is asked for everything, the others for what is left.
+        asked = max(
+            (hits.get(tier, 0) + misses.get(tier, 0) for tier in {*hits, *misses}), default=0
+        )
+        if asked:
+            reduced["hit rate %"] = round(100 * sum(hits.values()) / asked, 1)
         for verb in ("load", "store"):
             moved = sum(self.data.get(f"{verb}_bytes", {}).values())
             seconds = sum(self.data.get(f"{verb}_seconds", {}).values())

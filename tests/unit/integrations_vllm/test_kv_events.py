@@ -1,0 +1,135 @@
+"""Opal's events in vLLM's words: each block announced once and withdrawn once."""
+
+import msgspec
+import pytest
+from fakes import stamp
+
+pytest.importorskip("vllm")
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    MEDIUM_STORAGE,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+)
+
+from opal_connector.events import Copy, Delete, Insert, Move, ObjectFact
+from opal_connector.integrations.vllm.kv_events import host_events
+from opal_connector.keys import CHAIN_ROOT
+
+pytestmark = pytest.mark.vllm
+
+BLOCK_TOKENS = 4
+TOKENS = tuple(range(12))
+
+
+def fact(*names: int, parent: int | None = None, shared: int = 0, group: int = 0) -> ObjectFact:
+    """An object of the blocks `names` behind the block `parent`."""
+    return ObjectFact(
+        group=group,
+        parent_hash=CHAIN_ROOT if parent is None else stamp(parent),
+        block_hashes=b"".join(stamp(name) for name in names),
+        shared_blocks=shared,
+    )
+
+
+def only(events: list[object]) -> BlockStored | BlockRemoved:
+    (event,) = events
+    assert isinstance(event, BlockStored | BlockRemoved)
+    return event
+
+
+def test_insert_is_one_stored_event_that_describes_itself() -> None:
+    """Blocks, parent, tokens, adapter, medium and tier: a router needs nothing else."""
+    event = only(host_events([Insert(fact(1, 2, 3), "CPUMemory", TOKENS, "sql")], BLOCK_TOKENS))
+
+    assert event == BlockStored(
+        block_hashes=[stamp(1), stamp(2), stamp(3)],
+        parent_block_hash=None,
+        token_ids=list(TOKENS),
+        block_size=BLOCK_TOKENS,
+        lora_id=None,
+        medium=MEDIUM_CPU,
+        lora_name="sql",
+        group_idx=0,
+        ownership="CPUMemory",
+    )
+
+
+def test_parent_of_a_later_chunk_is_named() -> None:
+    """The hash of the block before the first one."""
+    event = only(host_events([Insert(fact(3, 4, parent=2), "CPUMemory")], BLOCK_TOKENS))
+
+    assert isinstance(event, BlockStored)
+    assert event.parent_block_hash == stamp(2)
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_shared_blocks_are_not_announced_again(shared: int) -> None:
+    """What a sibling announced stays out; the parent is then the last shared block."""
+    inserted = Insert(fact(1, 2, 3, parent=9, shared=shared), "CPUMemory", TOKENS)
+
+    event = only(host_events([inserted], BLOCK_TOKENS))
+
+    assert isinstance(event, BlockStored)
+    assert event.block_hashes == [stamp(1), stamp(2), stamp(3)][shared:]
+    assert event.parent_block_hash == stamp(shared)
+    assert event.token_ids == list(TOKENS[shared * BLOCK_TOKENS :])
+
+
+def test_delete_withdraws_only_what_nobody_else_holds() -> None:
+    """A block that a sibling still holds can still be had."""
+    event = only(host_events([Delete(fact(1, 2, 3, shared=1, group=1), "CPUMemory")], BLOCK_TOKENS))
+
+    assert event == BlockRemoved(
+        block_hashes=[stamp(2), stamp(3)], medium=MEDIUM_CPU, group_idx=1, ownership="CPUMemory"
+    )
+
+
+@pytest.mark.parametrize("kind", [Insert, Delete])
+def test_object_that_is_shared_as_a_whole_is_no_event(kind: type[Insert] | type[Delete]) -> None:
+    """A tail that its chunk replaced begins and ends nothing."""
+    assert host_events([kind(fact(1, 2, shared=2), "CPUMemory")], BLOCK_TOKENS) == []
+
+
+def test_move_is_stored_and_then_removed() -> None:
+    """A router never sees the moment in which the block is nowhere."""
+    stored, removed = host_events([Move(fact(1, 2), "CPUMemory", "LocalNVMe")], BLOCK_TOKENS)
+
+    assert isinstance(stored, BlockStored)
+    assert isinstance(removed, BlockRemoved)
+    assert (stored.medium, stored.ownership) == (MEDIUM_STORAGE, "LocalNVMe")
+    assert (removed.medium, removed.ownership) == (MEDIUM_CPU, "CPUMemory")
+    assert stored.block_hashes == removed.block_hashes == [stamp(1), stamp(2)]
+
+
+def test_copy_is_stored_in_its_target() -> None:
+    """The source keeps its own."""
+    event = only(host_events([Copy(fact(1), "LocalNVMe", "CPUMemory")], BLOCK_TOKENS))
+
+    assert isinstance(event, BlockStored)
+    assert event.ownership == "CPUMemory"
+
+
+def test_order_is_kept() -> None:
+    """Facts in the order in which they became true."""
+    facts = [
+        Insert(fact(1), "CPUMemory"),
+        Delete(fact(1), "CPUMemory"),
+        Insert(fact(1), "CPUMemory"),
+    ]
+
+    kinds = [type(event) for event in host_events(facts, BLOCK_TOKENS)]
+
+    assert kinds == [BlockStored, BlockRemoved, BlockStored]
+
+
+def test_events_survive_the_hosts_wire() -> None:
+    """What vLLM's publisher encodes, its subscribers decode to the same events."""
+    events = host_events(
+        [Insert(fact(1, 2), "CPUMemory", TOKENS[:8]), Delete(fact(3), "CPUMemory")], BLOCK_TOKENS
+    )
+
+    wire = msgspec.msgpack.encode(KVEventBatch(ts=1.0, events=events))
+
+    assert msgspec.msgpack.decode(wire, type=KVEventBatch).events == events
