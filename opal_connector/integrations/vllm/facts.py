@@ -52,6 +52,8 @@ def group_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Grou
         spec = layer_spec(group.kv_cache_spec, name)
         if type(spec) not in _FULL_ATTENTION:
             return f"KV cache group 0 is of kind {type(spec).__name__}, which is not served yet"
+        if getattr(spec, "non_causal", False):
+            return f"attention of {name} is not causal: what follows a prefix changes its KV"
         page_bytes[name] = spec.page_size_bytes
     return GroupFacts(
         block_tokens=group.kv_cache_spec.block_size,
