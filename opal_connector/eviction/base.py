@@ -1,7 +1,7 @@
 """The contract of an eviction policy."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
 Key = Any  # bytes in production, integers in tests
@@ -52,6 +52,14 @@ class EvictionPolicy(ABC):
 
         None when there are not that many keys that are neither pinned nor protected; then nothing
         has changed.
+        """
+
+    @abstractmethod
+    def restore(self, keys: Sequence[Key]) -> None:
+        """Undo an eviction: `keys`, as `evict` gave them, are the next to go again, in that order.
+
+        Raises:
+            KeyError: One of them is held.
         """
 
     @abstractmethod

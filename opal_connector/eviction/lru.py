@@ -1,13 +1,7 @@
-"""Least recently used, over keys that may be pinned for long.
+"""Least recently used, over keys that may be pinned."""
 
-The order is a counter per key; a heap finds the smallest. Heap entries are lazy: an entry whose
-key was touched since is pushed back with its new counter when it surfaces, an entry whose key is
-pinned or gone is dropped. So a touch costs one dictionary write, however many keys are pinned, and
-a key keeps its place while it is pinned.
-"""
-
-import heapq
-from collections.abc import Container
+from collections import OrderedDict
+from collections.abc import Container, Sequence
 
 from typing_extensions import override
 
@@ -17,115 +11,73 @@ from opal_connector.eviction.base import EvictionPolicy, Key
 class LRUPolicy(EvictionPolicy):
     """Evicts the key whose last access is oldest.
 
-    Mutable state: `_last_use` (key to counter), `_pinned`, and the heap of (counter, key) with
-    `_queued`, the unpinned and some stale keys that have exactly one heap entry.
+    Pinned keys keep their place in the order and are passed over. What is pinned is in use or leads
+    to something used later, so it stands far from the old end and little is passed over.
+
+    Mutable state: `_order` (all keys, the oldest access first) and `_pinned`.
     """
 
     def __init__(self) -> None:
-        self._clock = 0
-        self._last_use: dict[Key, int] = {}
+        self._order: OrderedDict[Key, None] = OrderedDict()
         self._pinned: set[Key] = set()
-        self._heap: list[tuple[int, Key]] = []
-        self._queued: set[Key] = set()
 
     @override
     def insert(self, key: Key) -> None:
-        if key in self._last_use:
+        if key in self._order:
             raise KeyError(key)
-        self._last_use[key] = self._tick()
-        self._queue(key)
+        self._order[key] = None
 
     @override
     def touch(self, key: Key) -> None:
-        if key not in self._last_use:
-            raise KeyError(key)
-        self._last_use[key] = self._tick()
+        self._order.move_to_end(key)
 
     @override
     def remove(self, key: Key) -> None:
-        del self._last_use[key]
+        del self._order[key]
         self._pinned.discard(key)
-        if len(self._heap) > 2 * len(self._last_use) + 64:
-            self._rebuild()
 
     @override
     def pin(self, key: Key) -> None:
-        if key not in self._last_use:
+        if key not in self._order:
             raise KeyError(key)
         self._pinned.add(key)
 
     @override
     def unpin(self, key: Key) -> None:
-        if key not in self._last_use:
+        if key not in self._order:
             raise KeyError(key)
         self._pinned.discard(key)
-        self._queue(key)
 
     @override
     def evict(self, count: int, protected: Container[Key] = ()) -> list[Key] | None:
         victims: list[Key] = []
-        spared: list[Key] = []
-        while len(victims) < count:
-            key = self._pop_oldest()
-            if key is None:
+        if count > len(self._order) - len(self._pinned):
+            return None
+        for key in self._order:
+            if len(victims) == count:
                 break
-            (spared if key in protected else victims).append(key)
-        for key in spared:
-            self._queue(key)
+            if key not in self._pinned and key not in protected:
+                victims.append(key)
         if len(victims) < count:
-            for key in victims:
-                self._queue(key)
             return None
         for key in victims:
-            del self._last_use[key]
+            del self._order[key]
         return victims
 
     @override
+    def restore(self, keys: Sequence[Key]) -> None:
+        for key in reversed(keys):
+            self.insert(key)
+            self._order.move_to_end(key, last=False)
+
+    @override
     def __len__(self) -> int:
-        return len(self._last_use)
+        return len(self._order)
 
     @override
     def __contains__(self, key: object) -> bool:
-        return key in self._last_use
+        return key in self._order
 
     @override
     def check(self) -> None:
-        assert self._pinned <= self._last_use.keys()
-        assert {key for _, key in self._heap} == self._queued
-        assert len(self._heap) == len(self._queued)
-        assert self._last_use.keys() - self._pinned <= self._queued
-        assert all(
-            counter <= self._last_use[key] for counter, key in self._heap if key in self._last_use
-        )
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
-
-    def _queue(self, key: Key) -> None:
-        if key not in self._queued:
-            self._queued.add(key)
-            heapq.heappush(self._heap, (self._last_use[key], key))
-
-    def _pop_oldest(self) -> Key | None:
-        """The unpinned key used longest ago, off the heap but still held; None if there is none."""
-        while self._heap:
-            counter, key = self._heap[0]
-            current = self._last_use.get(key)
-            if current is None or key in self._pinned:
-                heapq.heappop(self._heap)
-                self._queued.discard(key)
-            elif counter < current:
-                heapq.heapreplace(self._heap, (current, key))
-            else:
-                heapq.heappop(self._heap)
-                self._queued.discard(key)
-                return key
-        return None
-
-    def _rebuild(self) -> None:
-        self._heap = [
-            (counter, key) for key, counter in self._last_use.items() if key not in self._pinned
-        ]
-        heapq.heapify(self._heap)
-        self._queued = {key for _, key in self._heap}
+        assert self._pinned <= self._order.keys()

@@ -7,7 +7,8 @@ from opal_connector.managers.coordinator import (
     OpalKVCacheCoordinator,
     Unitary,
 )
-from opal_connector.managers.manager import LookupResult, LookupState, OpalKVCacheManager
+from opal_connector.managers.lookups import LookupResult, LookupState
+from opal_connector.managers.manager import OpalKVCacheManager
 from opal_connector.managers.records import ObjectRecord, ObjectSpec, ObjectState, object_key
 from opal_connector.managers.request import OpalRequest
 from opal_connector.managers.single_type import (

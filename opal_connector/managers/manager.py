@@ -6,18 +6,22 @@ Three verbs change state. plan_* decides and promises rows; the caller executes 
 
 import threading
 from collections.abc import Sequence
-from enum import Enum, auto
-
-import msgspec
 
 from opal_connector.events import KVCEvent
 from opal_connector.keys import OpalTokenDatabase, RequestIdentity
 from opal_connector.managers.coordinator import OpalKVCacheCoordinator
 from opal_connector.managers.counters import BookCounters, add
 from opal_connector.managers.jobs import JobKind, OpenJob, PlannedObject
-from opal_connector.managers.planning import before_any_load, draft_load, draft_store
-from opal_connector.managers.request import Lease, OpalRequest
+from opal_connector.managers.lookups import MISS, WAIT, LookupResult, LookupState
+from opal_connector.managers.planning import (
+    StoreDraft,
+    before_any_load,
+    draft_load,
+    draft_store,
+)
+from opal_connector.managers.request import Lease, OpalRequest, block_count
 from opal_connector.managers.single_type import Segment
+from opal_connector.managers.storage_backend import Refusal
 from opal_connector.managers.storage_manager import OpalStorageManager
 from opal_connector.transfers import FailureKind, JobResult, LoadJob, StoreJob
 
@@ -25,24 +29,6 @@ LEASE_SECONDS = 60.0
 WAIT_SECONDS = 1.0  # how long a lookup may answer "ask again" for what another one moves
 
 
-class LookupState(Enum):
-    """What a lookup means for the caller."""
-
-    MISS = auto()
-    HIT = auto()
-    WAIT = auto()  # ask again: somebody is bringing these very blocks
-
-
-class LookupResult(msgspec.Struct, frozen=True, gc=False):
-    """Blocks beyond the computed ones, and the tokens that each tier contributes."""
-
-    state: LookupState
-    block_count: int = 0
-    tier_tokens: dict[str, int] = {}
-
-
-MISS = LookupResult(LookupState.MISS)
-WAIT = LookupResult(LookupState.WAIT)
 _NOT_A_FAULT = frozenset({FailureKind.AFTER_FAILURE, FailureKind.MISSING})
 
 
@@ -70,14 +56,12 @@ class OpalKVCacheManager:
         self._version = 0
         self._next_job_id = 0
         self._jobs: dict[int, OpenJob] = {}
-        self._leased: dict[str, OpalRequest] = {}
+        self._leased: dict[int, OpalRequest] = {}  # by identity: an id may come again
         self._counters = BookCounters()
 
     def __repr__(self) -> str:
-        return (
-            f"<OpalKVCacheManager {len(self._jobs)} jobs, {len(self._leased)} leases, "
-            f"{self.storage!r}>"
-        )
+        counts = f"{len(self._jobs)} jobs, {len(self._leased)} leases"
+        return f"<OpalKVCacheManager {counts}, {self.storage!r}>"
 
     def new_request(
         self,
@@ -104,21 +88,15 @@ class OpalKVCacheManager:
             lease = request.lease
             asked = (self._version, computed_blocks, max_blocks)
             if lease is None or lease.asked != asked:
-                self._release(request)
-                plan = self._coordinator.find_hit(
-                    request.chain.hashes, computed_blocks=computed_blocks, max_blocks=max_blocks
-                )
-                segments = before_any_load(plan)
-                moving = plan.is_waiting or len(segments) < len(plan.segments)
-                if moving and self._may_wait(request, now):
+                lease = self._walk(request, asked, now)
+                if lease is None:
                     return WAIT
-                lease = Lease(asked=asked, computed_blocks=computed_blocks, segments=segments)
-                self._take(request, lease)
             lease.deadline = now + LEASE_SECONDS
             if not lease.segments:
                 return MISS
-            blocks = sum(segment.block_count for segment in lease.segments)
-            return LookupResult(LookupState.HIT, blocks, self._tier_tokens(lease.segments))
+            return LookupResult(
+                LookupState.HIT, block_count(lease.segments), self._tier_tokens(lease.segments)
+            )
 
     def release(self, request: OpalRequest) -> None:
         """End the promise of a lookup that no load will follow."""
@@ -154,6 +132,7 @@ class OpalKVCacheManager:
                 self.database.block_tokens,
             )
             self._release(request)
+            self._version += bool(draft.planned)  # whoever else was promised these must wait
             request.waiting_since = None
             for item in draft.planned:
                 add(request.hit_tokens, self.tier_names[item.tier], item.tokens)
@@ -193,19 +172,11 @@ class OpalKVCacheManager:
         full_blocks = min(full_blocks, len(block_ids), len(request.chain.hashes))
         block_tokens = self.database.block_tokens
         with self._lock:
-            draft = draft_store(
-                self._coordinator.storable(
-                    request.chain.hashes,
-                    first_chunk=request.next_chunk,
-                    full_blocks=full_blocks,
-                    include_tail=include_tail,
-                ),
-                block_ids=block_ids,
-                storage=self.storage,
-                chunk_blocks=self.database.chunk_blocks,
-                next_chunk=request.next_chunk,
-                max_blocks=full_blocks if max_blocks is None else max_blocks,
-            )
+            draft = self._draft_store(request, full_blocks, block_ids, include_tail, max_blocks)
+            if draft.drop_reason == Refusal.NO_PARENT and request.next_chunk:
+                # What was stored of the head has left since: begin there again.
+                request.next_chunk = 0
+                draft = self._draft_store(request, full_blocks, block_ids, include_tail, max_blocks)
             if draft.drop_reason is not None:
                 add(self._counters.dropped_stores, draft.drop_reason, 1)
             request.drop_reason = draft.drop_reason
@@ -293,11 +264,7 @@ class OpalKVCacheManager:
         """Counter increments since the last call, and the evictions and use of every tier."""
         with self._lock:
             taken = self._counters.take()
-            evictions: dict[str, int | float] = {
-                tier.tier: tier.eviction_count for tier in self.storage.tiers if tier.eviction_count
-            }
-            for tier in self.storage.tiers:
-                tier.eviction_count = 0
+            evictions = self.storage.take_evictions()
             if evictions:
                 taken["evictions"] = evictions
             return taken
@@ -331,22 +298,66 @@ class OpalKVCacheManager:
         )
         return self._next_job_id
 
+    def _draft_store(
+        self,
+        request: OpalRequest,
+        full_blocks: int,
+        block_ids: Sequence[int],
+        include_tail: bool,
+        max_blocks: int | None,
+    ) -> StoreDraft:
+        specs = self._coordinator.storable(
+            request.chain.hashes,
+            first_chunk=request.next_chunk,
+            full_blocks=full_blocks,
+            include_tail=include_tail,
+        )
+        return draft_store(
+            specs,
+            block_ids=block_ids,
+            storage=self.storage,
+            chunk_blocks=self.database.chunk_blocks,
+            next_chunk=request.next_chunk,
+            max_blocks=full_blocks if max_blocks is None else max_blocks,
+        )
+
+    def _walk(self, request: OpalRequest, asked: tuple[int, int, int], now: float) -> Lease | None:
+        """Lease what there is now; None to wait for what another request moves.
+
+        A lease on the same question is continued from its end: what it holds cannot have left.
+        """
+        _, computed_blocks, max_blocks = asked
+        old = request.lease
+        kept = old.segments if old is not None and old.still_answers(asked) else ()
+        plan = self._coordinator.find_hit(
+            request.chain.hashes,
+            computed_blocks=computed_blocks + block_count(kept),
+            max_blocks=max_blocks,
+        )
+        found = before_any_load(plan)
+        moving = plan.is_waiting or len(found) < len(plan.segments)
+        if moving and self._may_wait(request, now):
+            self._release(request)
+            return None
+        for segment in (*kept, *found):
+            self.storage.tiers[segment.tier].pin(segment.record)
+        self._release(request)
+        request.lease = Lease(
+            asked=asked, computed_blocks=computed_blocks, segments=(*kept, *found)
+        )
+        self._leased[id(request)] = request
+        return request.lease
+
     def _may_wait(self, request: OpalRequest, now: float) -> bool:
         if request.waiting_since is None:
             request.waiting_since = now
         return now - request.waiting_since < WAIT_SECONDS
 
-    def _take(self, request: OpalRequest, lease: Lease) -> None:
-        for segment in lease.segments:
-            self.storage.tiers[segment.tier].pin(segment.record)
-        request.lease = lease
-        self._leased[request.request_id] = request
-
     def _release(self, request: OpalRequest) -> None:
         lease, request.lease = request.lease, None
         if lease is None:
             return
-        del self._leased[request.request_id]
+        del self._leased[id(request)]
         for segment in lease.segments:
             self.storage.tiers[segment.tier].unpin(segment.record)
 

@@ -11,7 +11,6 @@ from opal_connector.managers.storage_backend import Refusal
 from opal_connector.managers.storage_manager import OpalStorageManager
 from opal_connector.transfers import ObjectTransfer
 
-
 IN_FLIGHT = "in_flight"  # so many blocks are being stored that the rest has to wait
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from opal_connector.keys import TokenChain
+from opal_connector.managers.records import ObjectState
 from opal_connector.managers.single_type import Segment
 
 
@@ -20,6 +21,17 @@ class Lease(msgspec.Struct, gc=False):
     computed_blocks: int
     segments: tuple[Segment, ...]
     deadline: float = 0.0
+
+    def still_answers(self, asked: tuple[int, int, int]) -> bool:
+        """Whether all of it is still the beginning of the answer, whatever the books gained."""
+        return self.asked[1:] == asked[1:] and all(
+            segment.record.state is ObjectState.READY for segment in self.segments
+        )
+
+
+def block_count(segments: Sequence[Segment]) -> int:
+    """Blocks of all segments together."""
+    return sum(segment.block_count for segment in segments)
 
 
 class OpalRequest:

@@ -29,39 +29,50 @@ def common_blocks(left: bytes, right: bytes) -> int:
 class SiblingIndex:
     """Sorted runs by (kv group, first block).
 
-    Mutable state: `_families`, guarded by the owner of the books.
+    Mutable state: `_families`, guarded by the owner of the books. A run without siblings, which
+    most are, stands there itself instead of in a list of one: half the memory, and nothing for the
+    garbage collector to visit.
     """
 
     def __init__(self) -> None:
-        self._families: dict[bytes, list[bytes]] = {}
+        self._families: dict[bytes, list[bytes] | bytes] = {}
 
     def __len__(self) -> int:
-        return sum(len(family) for family in self._families.values())
+        return sum(
+            1 if isinstance(family, bytes) else len(family) for family in self._families.values()
+        )
 
     def add(self, run: bytes, group: int) -> None:
         """Add a run."""
-        insort(self._families.setdefault(_family(run, group), []), run)
+        name = _family(run, group)
+        family = self._families.get(name)
+        if family is None:
+            self._families[name] = run
+        elif isinstance(family, bytes):
+            self._families[name] = sorted((family, run))
+        else:
+            insort(family, run)
 
     def discard(self, run: bytes, group: int) -> None:
         """Take a run out, if it is there."""
         name = _family(run, group)
-        family = self._families.get(name)
-        if family is None:
-            return
+        family = self._family_of(name)
         place = bisect_left(family, run)
-        if place < len(family) and family[place] == run:
+        if place == len(family) or family[place] != run:
+            return
+        if len(family) > 2:
             del family[place]
-            if not family:
-                del self._families[name]
+        elif len(family) == 2:
+            self._families[name] = family[1 - place]
+        else:
+            del self._families[name]
 
     def longest(self, wanted: bytes, group: int) -> tuple[bytes, int]:
         """The run with the longest common beginning with `wanted`, and that length in blocks.
 
         `(b"", 0)` when nothing begins with the same block.
         """
-        family = self._families.get(_family(wanted, group))
-        if not family:
-            return b"", 0
+        family = self._family_of(_family(wanted, group))
         place = bisect_left(family, wanted)
         best, best_blocks = b"", 0
         for neighbour in family[max(0, place - 1) : place + 1]:
@@ -72,7 +83,7 @@ class SiblingIndex:
 
     def prefixes(self, run: bytes, group: int) -> list[bytes]:
         """Runs that are a proper beginning of `run`."""
-        family = self._families.get(_family(run, group))
+        family = self._family_of(_family(run, group))
         if not family:
             return []
         found = []
@@ -86,6 +97,13 @@ class SiblingIndex:
     def clear(self) -> None:
         """Forget everything."""
         self._families.clear()
+
+    def _family_of(self, name: bytes) -> list[bytes]:
+        """The runs of a family; to be changed in place only if there are more than one."""
+        family = self._families.get(name)
+        if family is None:
+            return []
+        return [family] if isinstance(family, bytes) else family
 
 
 def _family(run: bytes, group: int) -> bytes:

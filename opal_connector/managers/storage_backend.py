@@ -265,8 +265,7 @@ class OpalStorageBackend:
         while missing > 0:
             chosen = self._policy.evict(1)
             if chosen is None:
-                for record in victims:
-                    self._policy.insert(record.key)
+                self._policy.restore([record.key for record in victims])
                 for record in victims:
                     self._adopt(record.parent_hash, record.group)
                 return None

@@ -90,6 +90,15 @@ class OpalStorageManager:
         for tier in self.tiers:
             tier.clear()
 
+    def take_evictions(self) -> dict[str, int | float]:
+        """Evictions per tier since the last call, of tiers that had any."""
+        evictions: dict[str, int | float] = {}
+        for tier in self.tiers:
+            if tier.eviction_count:
+                evictions[tier.tier] = tier.eviction_count
+                tier.eviction_count = 0
+        return evictions
+
     def placements(self) -> Iterator[tuple[str, ObjectKey]]:
         """Every readable object of every tier."""
         for tier in self.tiers:

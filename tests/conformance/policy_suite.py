@@ -104,6 +104,26 @@ class PolicyMachine(RuleBasedStateMachine):
         assert victims == self.reference.evict(count, protected)
         self.held.difference_update(victims)
 
+    @rule(count=st.integers(1, 4), protected=st.frozensets(KEYS, max_size=4))
+    def evict_and_restore(self, count: int, protected: frozenset[int]) -> None:
+        """An eviction that is undone leaves the same keys as the next to go."""
+        victims = self.policy.evict(count, protected)
+        if victims is None:
+            return
+        self.policy.restore(victims)
+        assert self.policy.evict(count, protected) == victims
+        self.policy.restore(victims)
+        assert self.reference.evict(count, protected) == victims
+        self.reference.restore(victims)
+
+    @rule(count=st.integers(1, 4))
+    def evict_and_restore(self, count: int) -> None:
+        victims = self.policy.evict(count)
+        assert victims == self.reference.evict(count)
+        if victims is not None:
+            self.policy.restore(victims)
+            self.reference.restore(victims)
+
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def evict_everything_else(self, data: st.DataObject) -> None:
@@ -177,6 +197,25 @@ class PolicySuite:
 
         assert len(policy) == 6
         assert policy.evict(6) == twin.evict(6)
+
+    def test_restored_victims_are_the_next_again(self) -> None:
+        """An eviction that is undone: the same keys, in the same order, before all others."""
+        policy, twin = self.filled(range(6)), self.filled(range(6))
+        victims = policy.evict(3)
+        assert victims is not None
+        policy.restore(victims)
+        policy.check()
+
+        assert len(policy) == 6
+        assert all(key in policy for key in victims)
+        assert policy.evict(6) == twin.evict(6)
+
+    def test_key_that_is_held_cannot_be_restored(self) -> None:
+        """Only what was evicted comes back this way."""
+        policy = self.filled([1, 2])
+
+        with pytest.raises(KeyError):
+            policy.restore([1])
 
     def test_pinned_key_is_never_a_victim(self) -> None:
         """A pin holds under any pressure, and is gone after one unpin."""
