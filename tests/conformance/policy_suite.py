@@ -116,14 +116,6 @@ class PolicyMachine(RuleBasedStateMachine):
         assert self.reference.evict(count, protected) == victims
         self.reference.restore(victims)
 
-    @rule(count=st.integers(1, 4))
-    def evict_and_restore(self, count: int) -> None:
-        victims = self.policy.evict(count)
-        assert victims == self.reference.evict(count)
-        if victims is not None:
-            self.policy.restore(victims)
-            self.reference.restore(victims)
-
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def evict_everything_else(self, data: st.DataObject) -> None:

@@ -61,10 +61,6 @@ class NaiveLRU(EvictionPolicy):
         self.order = [*keys, *self.order]
 
     @override
-    def restore(self, keys: Sequence[int]) -> None:
-        self.order[:0] = keys
-
-    @override
     def __len__(self) -> int:
         return len(self.order)
 
