@@ -6,7 +6,7 @@ waits, and nothing touches a byte of KV.
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -62,10 +62,15 @@ class SchedulerHalf:
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: OpalConfig
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        config: OpalConfig,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._vllm_config = vllm_config
         self._config = config
+        self._clock = clock
         self._group = group_facts(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
@@ -150,7 +155,7 @@ class SchedulerHalf:
         tracker = self._trackers.get(request.request_id)
         if self.books is None or tracker is None or request.skip_reading_prefix_cache:
             return _MISS
-        now = time.monotonic()
+        now = self._clock()
         opal = tracker.opal
         if opal is None:
             if self._may_ask_again(tracker, now):
@@ -223,7 +228,7 @@ class SchedulerHalf:
             return None
         with contained("request_finished"):
             if tracker.sure_tokens and self._stores is not None:
-                self._stores.plan(tracker, block_ids, time.monotonic(), include_tail=True)
+                self._stores.plan(tracker, block_ids, self._clock(), include_tail=True)
         self.books.manager.end_request(tracker.opal)
         hit_tokens = {tier: count for tier, count in tracker.opal.hit_tokens.items() if count}
         return {"opal": {"hit_tokens": hit_tokens, "stored_tokens": tracker.opal.stored_tokens}}
@@ -234,7 +239,7 @@ class SchedulerHalf:
         """Plan what this step will surely have computed; hand over all new jobs."""
         if self.books is None:
             return _NO_STEP_JOBS
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._next_expiry:
             self._next_expiry = now + _EXPIRY_SECONDS
             with contained("build_connector_meta"):
@@ -268,7 +273,7 @@ class SchedulerHalf:
         """Events for vLLM's stream, at most every `kvcevent_coalesce_time` seconds."""
         if self.books is None or not len(self._log):
             return ()
-        now = time.monotonic()
+        now = self._clock()
         if self._events_due is None:
             self._events_due = now + self._config.kvcevent_coalesce_time
         if now < self._events_due:
@@ -284,7 +289,7 @@ class SchedulerHalf:
             return None
         manager = self.books.manager
         data: dict[str, Any] = manager.take_counters()
-        now = time.monotonic()
+        now = self._clock()
         if data and now >= self._next_gauges:
             self._next_gauges = now + _GAUGE_SECONDS
             data["capacity_bytes"] = {t.tier: t.capacity_bytes for t in manager.storage.tiers}
@@ -302,7 +307,7 @@ class SchedulerHalf:
     def frees_blocks_soon(self) -> bool:
         """Whether waiting a step gives vLLM blocks that a preemption would cost a request."""
         return self.holds is not None and self.holds.frees_soon(
-            time.monotonic(), _HOLD_PATIENCE_SECONDS
+            self._clock(), _HOLD_PATIENCE_SECONDS
         )
 
     def reset(self) -> bool:

@@ -37,6 +37,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm_parts import (
+    Clock,
     Lookup,
     Result,
     connector_step,
@@ -143,6 +144,7 @@ class Engine(EngineView):
         self._depth = 2 if async_steps else 1
         self.workers = [self._make_worker(rank, transfers, wrap_tier) for rank in range(ranks)]
         self.scheduler = self._make_scheduler(v2_runner=v2_runner)
+        self.clock = self.half._clock = Clock()
         self.shake_hands()
         self.aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self._spy_on_lookups()

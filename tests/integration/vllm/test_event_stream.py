@@ -9,19 +9,9 @@ from engine_without_model import Engine
 from transfer_fakes import FailingTier
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm_parts import Clock, prompt, replay
-
-from opal_connector.integrations.vllm import scheduler_half
+from vllm_parts import prompt, replay
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The time that the connector's scheduler half sees."""
-    clock = Clock()
-    monkeypatch.setattr(scheduler_half, "time", clock)
-    return clock
 
 
 @pytest.mark.parametrize("chunk_blocks", [1, 2, 4])
@@ -45,7 +35,7 @@ def test_events_are_the_contents(tier_blocks: int, chunk_blocks: int) -> None:
     engine.assert_idle()
 
 
-def test_events_are_collected_and_then_leave_an_idle_engine(clock: Clock) -> None:
+def test_events_are_collected_and_then_leave_an_idle_engine() -> None:
     """`kvcevent_coalesce_time`: one batch after the interval, also when no request is left."""
     engine = Engine(kvcevent_coalesce_time=0.5)
     engine.answer("a", prompt(1, 100))
@@ -54,7 +44,7 @@ def test_events_are_collected_and_then_leave_an_idle_engine(clock: Clock) -> Non
         assert replay(engine.events) == set()
     assert engine.connector.has_pending_push_work()
 
-    clock.now += 0.51
+    engine.clock.now += 0.51
     engine.step()
 
     assert replay(engine.events) == engine.held_hashes() != set()

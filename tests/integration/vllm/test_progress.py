@@ -5,19 +5,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from engine_without_model import Engine
-from vllm_parts import Clock, prompt
-
-from opal_connector.integrations.vllm import scheduler_half
+from vllm_parts import prompt
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The time that the connector's scheduler half sees."""
-    clock = Clock()
-    monkeypatch.setattr(scheduler_half, "time", clock)
-    return clock
 
 
 def warm_hit(engine: Engine, tokens: list[int]) -> int:
@@ -137,7 +127,7 @@ def test_ht_45_nothing_is_left_of_a_thousand_requests(transfers: str) -> None:
 
 
 @pytest.mark.parametrize("async_steps", [False, True])
-def test_ht_46_slow_stores_do_not_stop_the_engine(async_steps: bool, clock: Clock) -> None:
+def test_ht_46_slow_stores_do_not_stop_the_engine(async_steps: bool) -> None:
     """Every preempted request's blocks are held by a store that ends much later."""
     engine = Engine(
         num_blocks=25, async_steps=async_steps, transfers="manual", prefix_caching=False
@@ -149,7 +139,7 @@ def test_ht_46_slow_stores_do_not_stop_the_engine(async_steps: bool, clock: Cloc
         if not engine.scheduler.has_requests():
             break
         engine.step()
-        clock.now += 0.01
+        engine.clock.now += 0.01
         if count % 20 == 19:
             engine.run_transfers()
     engine.run_transfers()
@@ -161,7 +151,7 @@ def test_ht_46_slow_stores_do_not_stop_the_engine(async_steps: bool, clock: Cloc
     engine.assert_idle()
 
 
-def test_ht_46_store_that_never_ends_costs_a_bounded_wait(clock: Clock) -> None:
+def test_ht_46_store_that_never_ends_costs_a_bounded_wait() -> None:
     """A running request waits a second for held blocks, then vLLM preempts as usual."""
     engine = Engine(num_blocks=17, transfers="manual", prefix_caching=False)
     engine.answer("gone", prompt(9, 64), max_tokens=1)  # its blocks stay held
@@ -173,7 +163,7 @@ def test_ht_46_store_that_never_ends_costs_a_bounded_wait(clock: Clock) -> None:
         assert not engine.step().total_num_scheduled_tokens
     assert engine.requests["b"].num_preemptions == 0
 
-    clock.now += 1.01
+    engine.clock.now += 1.01
     assert engine.step().total_num_scheduled_tokens
     engine.run_until(lambda: engine.results["b"].finish_reason is not None)
     engine.run_transfers()
@@ -240,7 +230,7 @@ def test_gate_counts_requests_that_a_reset_preempted() -> None:
     engine.assert_idle()
 
 
-def test_blocks_held_for_stores_are_bounded(clock: Clock) -> None:
+def test_blocks_held_for_stores_are_bounded() -> None:
     """However slow the tier, most of the device is left to the requests."""
     engine = Engine(num_blocks=101, transfers="manual", batch_tokens=64, max_requests=4)
     names = [f"r{seed}" for seed in range(12)]
@@ -251,7 +241,7 @@ def test_blocks_held_for_stores_are_bounded(clock: Clock) -> None:
         if all(engine.results[name].finish_reason for name in names):
             break
         engine.step()
-        clock.now += 0.1
+        engine.clock.now += 0.1
         most = max(most, len(engine.half.holds))
 
     assert all(engine.results[name].finish_reason for name in names)

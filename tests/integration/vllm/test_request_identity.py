@@ -1,5 +1,6 @@
 """Wrong hits: two requests share KV exactly when their KV is the same."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from engine_without_model import Engine
 from vllm.distributed.kv_events import BlockStored
 from vllm_parts import prompt
 
+from opal_connector.integrations.vllm import identity as request_identities
 from opal_connector.keys import (
     LoraIdentity,
     MultimodalSpan,
@@ -76,6 +78,32 @@ def test_ht_20_adapter_is_told_by_its_bytes(tmp_path: Path) -> None:
     weights.write_bytes(b"other")
     assert [ask("other"), ask("other_warm")] == [0, 96]
     engine.assert_idle()
+
+
+def test_adapter_that_takes_long_to_read_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a second the request runs uncached; later ones are cached again."""
+    is_read = threading.Event()
+
+    def read_slowly(path: str) -> str:
+        assert is_read.wait(30)
+        return path
+
+    monkeypatch.setattr(request_identities, "_fingerprint", read_slowly)
+    engine = Engine()
+    engine.add("a", prompt(1, 64), identity=Identity(lora="slow"))
+    for _ in range(5):
+        engine.step()
+    assert {lookup.matched_tokens for lookup in engine.lookups} == {None}
+    engine.clock.now += 1.01
+    engine.run()
+    assert engine.held_hashes() == set()
+    is_read.set()
+
+    assert hits(engine, "cold", prompt(1, 64), Identity(lora="slow")) == 0
+    assert hits(engine, "warm", prompt(1, 64), Identity(lora="slow")) == 48
+    engine.assert_answers("a")
+    engine.assert_idle()
+    engine.close()
 
 
 def test_ht_23_prompt_embeddings_are_never_looked_up_or_stored() -> None:

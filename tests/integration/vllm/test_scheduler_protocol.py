@@ -9,20 +9,11 @@ pytest.importorskip("vllm")
 
 from engine_without_model import Engine
 from transfer_fakes import FailingTier
-from vllm_parts import Clock, prompt
+from vllm_parts import prompt
 
-from opal_connector.integrations.vllm import scheduler_half
 from opal_connector.keys import OpalTokenDatabase
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The time that the connector's scheduler half sees."""
-    clock = Clock()
-    monkeypatch.setattr(scheduler_half, "time", clock)
-    return clock
 
 
 def matched(engine: Engine, request_id: str) -> list[int | None]:
@@ -69,7 +60,7 @@ def test_ht_29_readmission_waits_for_the_store_in_flight(v2_runner: bool) -> Non
     engine.assert_idle()
 
 
-def test_ht_29_wait_for_a_store_that_never_ends_is_bounded(clock: Clock) -> None:
+def test_ht_29_wait_for_a_store_that_never_ends_is_bounded() -> None:
     """After a second the request is computed instead."""
     engine = Engine(transfers="manual", prefix_caching=False)
     engine.answer("a", prompt(1, 64), max_tokens=1)
@@ -78,7 +69,7 @@ def test_ht_29_wait_for_a_store_that_never_ends_is_bounded(clock: Clock) -> None
         engine.step()
     assert matched(engine, "b") == [None] * 3
 
-    clock.now += 1.01
+    engine.clock.now += 1.01
     engine.run_until(lambda: engine.results["b"].finish_reason is not None)
 
     assert matched(engine, "b")[-1] == 0

@@ -61,12 +61,12 @@ class Lookup(NamedTuple):
 
 
 class Clock:
-    """Stands in for the `time` module where a test decides what time it is."""
+    """The time that a connector's scheduler half sees: it stands still until a test moves it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
 
-    def monotonic(self) -> float:
+    def __call__(self) -> float:
         return self.now
 
 
