@@ -192,7 +192,7 @@ class SchedulerHalf:
             tracker.tier_tokens = {}
         else:
             first = tracker.computed_blocks
-            count = external_tokens // self.books.manager.database.block_tokens
+            count = -(-external_tokens // self.books.manager.database.block_tokens)
             destinations = block_ids[first : first + count]
             # vLLM waits for this load: without a plan its blocks are reported as not filled.
             job = LoadJob(_UNBOOKED_JOB, request.request_id, (), tuple(destinations))

@@ -147,6 +147,29 @@ def test_ht_31_promise_ends_with_a_request_that_is_never_admitted() -> None:
     engine.assert_idle()
 
 
+@pytest.mark.parametrize("taken_tokens", [80, 72, 65, 64, 40, 16, 8, 1])
+def test_vllm_may_take_less_than_was_promised(
+    taken_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newer versions cap a hit, maybe inside a block: that block is loaded too."""
+    engine = Engine()
+    engine.generate("cold", prompt(1, 80), max_tokens=1)
+    engine.forget_device()
+    ask = engine.connector.get_num_new_matched_tokens
+
+    def take_less(request: object, computed_tokens: int) -> tuple[int | None, bool]:
+        assert ask(request, computed_tokens) == (80, True)
+        return taken_tokens, True
+
+    monkeypatch.setattr(engine.connector, "get_num_new_matched_tokens", take_less)
+    warm = engine.generate("warm", prompt(1, 100), max_tokens=3)
+
+    assert engine.load_errors == []
+    assert taken_tokens <= warm.hit_tokens < taken_tokens + 16
+    engine.assert_answers("warm")
+    engine.assert_idle()
+
+
 @pytest.mark.parametrize("promised_blocks", [5, 6])
 def test_ht_32_more_than_the_lease_holds_is_named_as_missing(
     promised_blocks: int, monkeypatch: pytest.MonkeyPatch
