@@ -38,7 +38,7 @@ from opal_connector.integrations.vllm.messages import (
 from opal_connector.integrations.vllm.stats import OpalStats
 from opal_connector.integrations.vllm.store_planner import StorePlanner
 from opal_connector.integrations.vllm.tracker import IDENTITY_WAIT_SECONDS, RequestTracker
-from opal_connector.managers import LookupResult, LookupState
+from opal_connector.managers import LookupResult, LookupState, OpalRequest
 from opal_connector.transfers import JobBatch, JobResult, LoadJob
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,9 @@ class SchedulerHalf:
             warn=logger.warning,
         )
         if self._may_store and self.holds is not None:
-            self._stores = StorePlanner(self.books.manager, self.holds, ranks=len(workers))
+            self._stores = StorePlanner(
+                self.books.manager, self.holds, self._identified, ranks=len(workers)
+            )
         logger.info("Opal is on: %s", describe_books(self.books, self._config, workers))
 
     # ---- one request ----
@@ -156,13 +158,9 @@ class SchedulerHalf:
         if self.books is None or tracker is None or request.skip_reading_prefix_cache:
             return _MISS
         now = self._clock()
-        opal = tracker.opal
+        opal = self._identified(tracker)
         if opal is None:
-            if self._may_ask_again(tracker, now):
-                return _ASK_AGAIN
-            opal = tracker.opal
-            if opal is None:
-                return _MISS
+            return _ASK_AGAIN if self._may_wait_for_adapter(tracker, now) else _MISS
         block_tokens = self.books.manager.database.block_tokens
         tracker.computed_blocks = computed_tokens // block_tokens
         tracker.lookup_tokens = request.num_tokens - computed_tokens
@@ -348,18 +346,20 @@ class SchedulerHalf:
             lora_name=request.lora_request.lora_name if request.lora_request else None,
         )
 
-    def _may_ask_again(self, tracker: RequestTracker, now: float) -> bool:
-        """Identify a request whose adapter has been read; True while it may still be waited for."""
+    def _identified(self, tracker: RequestTracker) -> OpalRequest | None:
+        """The books' view of a request, as soon as its adapter has been read."""
         future = tracker.lora_fingerprint
-        if future is None:
+        if future is not None and future.done():
+            tracker.lora_fingerprint = None
+            if future.exception() is None:
+                self._identify(tracker, future.result())
+        return tracker.opal
+
+    def _may_wait_for_adapter(self, tracker: RequestTracker, now: float) -> bool:
+        if tracker.lora_fingerprint is None:
             return False
-        if not future.done():
-            tracker.asked_at = now if tracker.asked_at is None else tracker.asked_at
-            return now - tracker.asked_at < IDENTITY_WAIT_SECONDS
-        tracker.lora_fingerprint = None
-        if future.exception() is None:
-            self._identify(tracker, future.result())
-        return False
+        tracker.asked_at = now if tracker.asked_at is None else tracker.asked_at
+        return now - tracker.asked_at < IDENTITY_WAIT_SECONDS
 
     def _is_gate_closed(self, request_id: str) -> bool:
         """Opal's gate: so many requests may be fetching, or fetched and not yet begun."""

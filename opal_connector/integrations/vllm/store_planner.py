@@ -1,13 +1,13 @@
 """Plans what the requests of a step may store, and holds the device blocks that stores read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from opal_connector.integrations.vllm.block_holds import BlockHolds
 from opal_connector.integrations.vllm.guard import contained
 from opal_connector.integrations.vllm.tracker import RequestTracker
-from opal_connector.managers import OpalKVCacheManager
+from opal_connector.managers import OpalKVCacheManager, OpalRequest
 from opal_connector.managers.planning import IN_FLIGHT
 from opal_connector.transfers import StoreJob
 
@@ -19,9 +19,17 @@ class StorePlanner:
     used by the engine core's thread only.
     """
 
-    def __init__(self, manager: OpalKVCacheManager, holds: BlockHolds, *, ranks: int) -> None:
+    def __init__(
+        self,
+        manager: OpalKVCacheManager,
+        holds: BlockHolds,
+        identified: Callable[[RequestTracker], OpalRequest | None],
+        *,
+        ranks: int,
+    ) -> None:
         self._manager = manager
         self._holds = holds
+        self._identified = identified
         self._ranks = ranks
         self._block_tokens = manager.database.block_tokens
         self._chunk_tokens = manager.database.chunk_blocks * self._block_tokens
@@ -42,7 +50,10 @@ class StorePlanner:
         chunk_tokens = self._chunk_tokens
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
             tracker = trackers.get(request_id)
-            if tracker is None or tracker.opal is None:
+            if tracker is None:
+                continue
+            opal = tracker.opal or self._identified(tracker)
+            if opal is None:
                 continue
             request = tracker.request
             # Drafted tokens may be rejected: nothing beyond the request's own tokens is sure.
@@ -61,7 +72,7 @@ class StorePlanner:
                 continue
             with contained("build_connector_meta"):
                 self.plan(tracker, tables[0], now, include_tail=ends_prompt)
-            if tracker.opal.drop_reason == IN_FLIGHT:
+            if opal.drop_reason == IN_FLIGHT:
                 # What is being stored drains within a few steps: try again then.
                 tracker.planned_chunks = -1
                 tracker.has_planned_tail = tracker.has_planned_tail and not ends_prompt

@@ -283,7 +283,9 @@ def test_consumer_loads_and_never_stores() -> None:
     engine.generate("cold", prompt(1, 100))
     assert engine.held_hashes() == set()
     assert engine.results["cold"].stored_tokens == 0
-    engine.half._stores = StorePlanner(engine.manager, engine.half.holds, ranks=1)
+    engine.half._stores = StorePlanner(
+        engine.manager, engine.half.holds, engine.half._identified, ranks=1
+    )
     engine.generate("stored", prompt(1, 120))  # stands for what another process stored
     engine.half._stores = None
     engine.forget_device()

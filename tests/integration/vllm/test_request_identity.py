@@ -80,15 +80,21 @@ def test_ht_20_adapter_is_told_by_its_bytes(tmp_path: Path) -> None:
     engine.assert_idle()
 
 
-def test_adapter_that_takes_long_to_read_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a second the request runs uncached; later ones are cached again."""
-    is_read = threading.Event()
+@pytest.fixture
+def slow_adapter(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No adapter is read before this is set."""
+    may_read = threading.Event()
 
     def read_slowly(path: str) -> str:
-        assert is_read.wait(30)
+        assert may_read.wait(30)
         return path
 
     monkeypatch.setattr(request_identities, "_fingerprint", read_slowly)
+    return may_read
+
+
+def test_adapter_that_takes_long_to_read_is_not_waited_for(slow_adapter: threading.Event) -> None:
+    """After a second the request runs uncached; later ones are cached again."""
     engine = Engine()
     engine.add("a", prompt(1, 64), identity=Identity(lora="slow"))
     for _ in range(5):
@@ -97,10 +103,34 @@ def test_adapter_that_takes_long_to_read_is_not_waited_for(monkeypatch: pytest.M
     engine.clock.now += 1.01
     engine.run()
     assert engine.held_hashes() == set()
-    is_read.set()
+    slow_adapter.set()
 
     assert hits(engine, "cold", prompt(1, 64), Identity(lora="slow")) == 0
     assert hits(engine, "warm", prompt(1, 64), Identity(lora="slow")) == 48
+    engine.assert_answers("a")
+    engine.assert_idle()
+    engine.close()
+
+
+@pytest.mark.parametrize("skip_reading", [False, True])
+def test_adapter_read_while_the_request_runs_is_in_time_to_store(
+    skip_reading: bool, slow_adapter: threading.Event
+) -> None:
+    """What could not be looked up is stored all the same, also if nobody wanted to look it up."""
+    engine = Engine()
+    identity = Identity(lora="slow")
+    engine.add(
+        "a", prompt(1, 64), max_tokens=30, identity=identity, skip_reading=skip_reading or None
+    )
+    engine.step()
+    engine.clock.now += 1.01
+    engine.step()
+    tracker = engine.half._trackers["a"]
+    slow_adapter.set()
+    assert tracker.lora_fingerprint.result(30)
+    engine.run()
+
+    assert hits(engine, "warm", prompt(1, 64), identity) == 48
     engine.assert_answers("a")
     engine.assert_idle()
     engine.close()
