@@ -31,6 +31,7 @@ class Workload:
         self.left = requests
         self.live: list[str] = []
         self.aborted: set[str] = set()
+        self.policy = rng.choice(["recompute", "recompute", "fail"])
         self.engine = Engine(
             num_blocks=rng.choice([12, 18, 30]),
             tier_blocks=rng.choice([8, 20, 60]),
@@ -40,6 +41,7 @@ class Workload:
             max_kvc_ready_requests=rng.choice([1, 3, 8]),
             prefix_caching=rng.random() < 0.7,
             save_unfull_chunk=rng.random() < 0.8,
+            policy=self.policy,
             wrap_tier=FailingTier,
             **{"transfers": "manual", **options},
         )
@@ -129,7 +131,8 @@ class Workload:
         engine = self.engine
         for name, result in engine.results.items():
             expected = engine.expected(name)
-            if name in self.aborted:
+            may_err = self.policy == "fail" and result.finish_reason == "error"
+            if name in self.aborted or may_err:
                 assert result.tokens == expected[: len(result.tokens)], name
             else:
                 assert result.finish_reason == "length", name
@@ -180,6 +183,6 @@ def test_random_workload_is_worth_its_time() -> None:
         seen["load_errors"] += len(engine.load_errors)
         seen["removals"] += sum(isinstance(event, BlockRemoved) for event in engine.events)
 
-    assert seen["hit_tokens"] > 1000
+    assert seen["hit_tokens"] > 500
     assert min(seen[name] for name in ("preemptions", "waits", "aborts", "removals")) > 10
     assert seen["load_errors"] > 1

@@ -265,6 +265,46 @@ def test_ht_15_failure_of_one_rank_is_a_failure_of_all(rank: int) -> None:
     engine.assert_idle()
 
 
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_ht_15_rank_that_fails_first_does_not_end_the_load(policy: str, is_aborted: bool) -> None:
+    """The blocks stay while the other rank still writes into them."""
+    engine = Engine(ranks=2, transfers="manual", policy=policy, wrap_tier=FailingTier)
+    for rank in (0, 1):
+        engine.mover(rank).is_inline = True
+    engine.generate("cold", prompt(1, 100))
+    engine.forget_device()
+    for rank in (0, 1):
+        engine.mover(rank).is_inline = False
+    engine.add("warm", prompt(1, 100))
+    engine.step()
+    blocks = set(engine.block_ids("warm"))
+    engine.tier(1).fails_read = lambda item: True
+    engine.mover(1).run()
+    engine.step()
+    assert engine.load_errors == [blocks]
+    if is_aborted:
+        engine.abort("warm")
+    for _ in range(3):
+        engine.step()
+        free = {block.block_id for block in engine.pool.blocks if not block.ref_cnt}
+        assert not free & blocks
+    engine.tier(1).fails_read = lambda item: False
+    for rank in (0, 1):
+        engine.mover(rank).is_inline = True
+    engine.run_transfers()
+    engine.run()
+
+    if policy == "recompute" and not is_aborted:
+        engine.assert_answers("warm")
+    else:
+        assert engine.results["warm"].tokens == []
+    engine.forget_device()
+    engine.generate("again", prompt(1, 100))
+    engine.assert_answers("again")
+    engine.assert_idle()
+
+
 @pytest.mark.parametrize("byte", [0, 511, 1023])
 def test_ht_13_flipped_bit_is_a_miss_and_is_stored_again(byte: int) -> None:
     """Damage in memory is seen before it is used; the next store rewrites the object."""
