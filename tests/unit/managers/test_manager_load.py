@@ -92,16 +92,17 @@ def test_ht_11_load_fills_only_blocks_behind_the_computed_ones(computed: int) ->
     host.expect(request, range(computed, 8))
 
 
-@pytest.mark.parametrize("stored", [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 9, 9]])
-def test_part_of_a_sibling_is_loaded(stored: list[int]) -> None:
-    """The common blocks of a chunk that goes on otherwise, or of a tail."""
+@pytest.mark.parametrize("stored", [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6, 9]])
+@pytest.mark.parametrize("computed", [3, 4, 5, 6])
+def test_part_of_a_sibling_is_loaded(computed: int, stored: list[int]) -> None:
+    """The common blocks of a chunk that goes on otherwise, or of a tail, from any block on."""
     host = Host(make_manager(rows=32, chunk_blocks=4), 32)
     host.store(stored)
     wanted = list(range(8))
 
-    host.load(wanted, 3)
+    host.load(wanted, computed)
 
-    host.expect(start(host.manager, wanted), range(3, 6))
+    host.expect(start(host.manager, wanted), range(computed, 7))
 
 
 def test_job_covers_the_blocks_it_was_given_and_no_more() -> None:
