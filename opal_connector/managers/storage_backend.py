@@ -20,6 +20,8 @@ from opal_connector.managers.records import (
 from opal_connector.managers.siblings import SiblingIndex
 from opal_connector.managers.tier_pool import TierPool
 
+_Insert = tuple[ObjectRecord, tuple[int, ...], str | None]
+
 
 class Refusal(StrEnum):
     """Why a tier does not take an object. The value is a metric label."""
@@ -34,8 +36,8 @@ class OpalStorageBackend:
     """One tier's index over objects, without their bytes.
 
     Mutable state: `_records` (what a lookup may find or is being written), `_doomed` (removed,
-    but its rows are still in use), `_children` (stored children per parent key), the policy, the
-    pool and the counters. All of it is guarded by the lock of the manager that owns the tier.
+    but its rows are still in use), `_orphans`, `_children` (stored children per parent key), the
+    policy, the pool and the counters; guarded by the lock of the manager that owns the tier.
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class OpalStorageBackend:
         self._children: dict[ObjectKey, int] = {}
         self._ready = SiblingIndex()
         self._writing = SiblingIndex()
+        # Written, and waiting for their parent to be: parent key -> what `commit` was given.
+        self._orphans: dict[ObjectKey, list[_Insert]] = {}
 
     def __repr__(self) -> str:
         return (
@@ -159,20 +163,45 @@ class OpalStorageBackend:
     ) -> bool:
         """End a write: READY and an INSERT event, or as if it had never been planned.
 
+        A parent is announced before its child: a child that is written first becomes READY with
+        its parent, or is dropped with it.
+
         Returns:
-            Whether the object is there now. Not so when the write failed, when the tier was
-            reset meanwhile, or when a longer object that begins with it came first.
+            Whether the object is there now or will be with its parent. Not so when the write
+            failed, when the tier was reset meanwhile, when a longer object that begins with it
+            came first, or when its parent is gone.
         """
         if self._records.get(record.key) is not record:
             record.state = ObjectState.ABSENT
             self._release_doomed(record)
             return False
+        if stored and record.parent_hash != CHAIN_ROOT:
+            parent_key = object_key(record.parent_hash, record.group)
+            parent = self._records.get(parent_key)
+            if parent is not None and parent.state is ObjectState.WRITING:
+                insert = (record, token_ids, lora_name)
+                self._orphans.setdefault(parent_key, []).append(insert)
+                return True
+            stored = parent is not None
         self._writing.discard(record.run, record.group)
         shared_blocks = self._ready.longest(record.run, record.group)[1]
-        if not stored or shared_blocks * HASH_BYTES == len(record.run):
+        is_new = shared_blocks * HASH_BYTES < len(record.run)
+        if stored and is_new:
+            self._publish(record, shared_blocks, token_ids, lora_name)
+        else:
             record.state = ObjectState.ABSENT
             self._forget(record)
-            return False
+        for child, child_tokens, child_lora in self._orphans.pop(record.key, ()):
+            self.commit(child, stored=stored, token_ids=child_tokens, lora_name=child_lora)
+        return stored and is_new
+
+    def _publish(
+        self,
+        record: ObjectRecord,
+        shared_blocks: int,
+        token_ids: tuple[int, ...],
+        lora_name: str | None,
+    ) -> None:
         record.state = ObjectState.READY
         self._ready.add(record.run, record.group)
         self._settle(record)
@@ -180,7 +209,6 @@ class OpalStorageBackend:
         self._log.append(Insert(fact, self.tier, token_ids, lora_name))
         for shorter in self._ready.prefixes(record.run, record.group):
             self._remove(self._records[object_key(shorter[-HASH_BYTES:], record.group)])
-        return True
 
     # ---- promises ----
 
@@ -239,6 +267,9 @@ class OpalStorageBackend:
     def clear(self) -> None:
         """Empty the tier; what is in motion ends in nothing."""
         self.generation += 1
+        for record, _, _ in (insert for waiting in self._orphans.values() for insert in waiting):
+            record.state = ObjectState.ABSENT  # its write has ended: nobody will commit it again
+        self._orphans.clear()
         for record in list(self._records.values()):
             if record.is_readable:
                 self._remove(record)

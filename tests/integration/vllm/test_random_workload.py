@@ -185,4 +185,4 @@ def test_random_workload_is_worth_its_time() -> None:
 
     assert seen["hit_tokens"] > 500
     assert min(seen[name] for name in ("preemptions", "waits", "aborts", "removals")) > 10
-    assert seen["load_errors"] > 1
+    assert seen["load_errors"] >= 1

@@ -15,6 +15,7 @@ from fakes import (
 )
 
 from opal_connector.events import Delete, Insert, KVCEvent
+from opal_connector.keys import CHAIN_ROOT
 from opal_connector.managers import OpalKVCacheManager, OpalRequest
 from opal_connector.transfers import FailureKind, JobResult, StoreJob
 
@@ -308,11 +309,48 @@ def test_ht_03_failed_store_is_retried_and_never_present() -> None:
 
     again = plan_to(manager, request, 6)
 
-    assert sources(again) == [(102, 103)], "chunk 3 is there, chunk 2 is written anew"
+    assert sources(again) == [(102, 103), (104, 105)], "what follows a failed chunk goes with it"
     manager.commit(done(again))
     assert hit_blocks(manager, range(6)) == 6
     assert request.stored_tokens == 6 * BLOCK_TOKENS
     assert set(replay({}, manager.take_events())) == set(manager.storage.placements())
+
+
+def test_parent_is_announced_before_a_child_that_was_written_first() -> None:
+    """Two requests, two jobs: the second one's is done first, and waits for the first one's."""
+    manager = make_manager(rows=64, chunk_blocks=2)
+    head = plan_to(manager, start(manager, range(2), "head"), 2)
+    child = plan_to(manager, start(manager, range(4), "child"), 4)
+    assert sources(child) == [(102, 103)]
+
+    manager.commit(done(child))
+    manager.check()
+    assert manager.take_events() == []
+    manager.commit(done(head))
+
+    assert [event.fact.parent_hash == CHAIN_ROOT for event in manager.take_events()] == [
+        True,
+        False,
+    ]
+    assert hit_blocks(manager, range(4)) == 4
+    manager.check()
+
+
+@pytest.mark.parametrize("end", ["failure", "reset"])
+def test_child_that_waits_for_its_parent_goes_with_it(end: str) -> None:
+    """Its write fails, or the tier is emptied: the child frees its rows, too."""
+    manager = make_manager(rows=64, chunk_blocks=2)
+    head = plan_to(manager, start(manager, range(2), "head"), 2)
+    child = plan_to(manager, start(manager, range(4), "child"), 4)
+    manager.commit(done(child))
+    if end == "reset":
+        manager.reset()
+
+    manager.commit(done(head, failed={0: FailureKind.IO} if end == "failure" else {}))
+
+    manager.check()
+    assert manager.take_events() == []
+    assert manager.storage.tiers[0].used_bytes == 0
 
 
 def test_ht_03_other_request_stores_what_failed() -> None:
