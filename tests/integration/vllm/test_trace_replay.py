@@ -1,5 +1,7 @@
 """A real trace, replayed: what hits is what a cache without limits would have hit, to the token."""
 
+from typing import Any
+
 import pytest
 from checks import assert_at_rest, assert_same
 from engine_process import opal, running_engine
@@ -7,26 +9,29 @@ from prompts import greedy, request
 from reference import Reference
 from traces import conversation_trace, infinite_cache_hit_tokens, whole_block_paths
 
+from opal_connector.cli.models import ensure_tiny_llama
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 ONE_TOKEN = greedy(1)  # its KV is never computed, so an answer adds nothing to the caches
 
 
-@pytest.mark.parametrize("chunk_tokens", [32, 256])
-def test_replay_hits_everything_there_is(reference: Reference, chunk_tokens: int) -> None:
-    """The tier holds everything, the device almost nothing; one request at a time.
+def replay(prompts: list[list[int]], chunk_tokens: int, **settings: Any) -> list[dict[str, Any]]:
+    """Serve the trace's prompts, one at a time, and hold the sum against the trace itself.
 
-    Chunks of one block, and chunks of eight, of which parts hit as well.
+    The tier has room for everything, the device for no more than two of the longest prompts.
+
+    Returns:
+        The answers.
     """
     trace = conversation_trace()
-    prompts = [one.tokens() for one in trace]
+    extra = {"chunk_size": chunk_tokens, "CPUMemory": {"capacity_GB": "768MiB"}}
     with running_engine(
-        kv_transfer_config=opal(
-            {"chunk_size": chunk_tokens, "CPUMemory": {"capacity_GB": "768MiB"}}
-        ),
+        kv_transfer_config=opal(extra),
         max_model_len=7_680,
         num_gpu_blocks_override=512,
         max_num_seqs=1,
+        **settings,
     ) as engine:
         answers = [engine.ask(tokens, sampling=ONE_TOKEN) for tokens in prompts]
         metrics = engine.metrics()
@@ -45,7 +50,15 @@ def test_replay_hits_everything_there_is(reference: Reference, chunk_tokens: int
     assert metrics.total(source, source="host") == tier_tokens
     assert metrics.total(source, source="device") == hit_tokens - tier_tokens
     assert metrics.total("vllm:opal_hit_tokens_total", tier="CPUMemory") == tier_tokens
-    # Long hits answer as a prefill would.
+    return answers
+
+
+def test_chunks_of_one_block(reference: Reference) -> None:
+    """The model with four layers; long hits answer as a prefill would."""
+    prompts = [one.tokens() for one in conversation_trace()]
+
+    answers = replay(prompts, chunk_tokens=32)
+
     checked = [
         place
         for place, answer in enumerate(answers)
@@ -55,3 +68,10 @@ def test_replay_hits_everything_there_is(reference: Reference, chunk_tokens: int
         [answers[place] for place in checked],
         reference.answers([request(prompts[place], sampling=ONE_TOKEN) for place in checked]),
     )
+
+
+def test_chunks_of_eight_blocks() -> None:
+    """Coarse chunks lose nothing: a chunk that differs near its end still brings its start."""
+    prompts = [one.tokens(0, 255) for one in conversation_trace()]
+
+    replay(prompts, chunk_tokens=256, model=str(ensure_tiny_llama()))

@@ -23,12 +23,12 @@ class TraceRequest:
     input_tokens: int
     block_ids: tuple[int, ...]
 
-    def tokens(self) -> list[int]:
+    def tokens(self, first_token: int = 1000, last_token: int = 40_000) -> list[int]:
         """Its prompt: every id stands for the same tokens wherever it occurs."""
         tokens: list[int] = []
         for block_id in self.block_ids:
             rng = random.Random(block_id)
-            tokens += [rng.randint(1000, 40000) for _ in range(BLOCK_TOKENS)]
+            tokens += [rng.randint(first_token, last_token) for _ in range(BLOCK_TOKENS)]
         return tokens[: self.input_tokens]
 
 

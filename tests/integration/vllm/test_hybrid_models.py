@@ -1,0 +1,68 @@
+"""Models that do not attend to everything everywhere: served right, or left alone with a reason."""
+
+import random
+from pathlib import Path
+
+import pytest
+from checks import assert_at_rest, assert_same
+from engine_process import Answer, EngineProcess, opal, running_engine
+from prompts import greedy, request
+from tiny_hybrid import VOCABULARY, WINDOW_TOKENS, make_tiny_gemma
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+
+
+def prompts() -> list[list[int]]:
+    """Several windows long, one prefix of two in common."""
+    rng = random.Random(9)
+    shared = [rng.randrange(3, VOCABULARY) for _ in range(5 * WINDOW_TOKENS + 10)]
+    tails = [[rng.randrange(3, VOCABULARY) for _ in range(size)] for size in (150, 300, 20)]
+    return [shared + tails[0], shared + tails[1], tails[2]]
+
+
+def two_rounds(engine: EngineProcess) -> list[list[Answer]]:
+    """The prompts at once, twice, with an empty device cache."""
+    requests = [request(tokens, sampling=greedy(30)) for tokens in prompts()]
+    rounds = []
+    for _ in range(2):
+        rounds.append(engine.generate(requests))
+        engine.reset_device()
+    return rounds
+
+
+def test_windows_and_full_attention(tmp_path: Path) -> None:
+    """Without hybrid support vLLM runs such a model as one group, which Opal serves whole."""
+    model = str(make_tiny_gemma(tmp_path, [SLIDING, SLIDING, SLIDING, FULL]))
+    with running_engine(model=model, skip_tokenizer_init=True) as engine:
+        assert len(engine.call("kv_groups")) > 1
+        expected, _ = two_rounds(engine)
+    with running_engine(model=model, skip_tokenizer_init=True, kv_transfer_config=opal()) as engine:
+        assert engine.call("kv_groups") == ["FullAttentionSpec"]
+        cold, warm = two_rounds(engine)
+        assert_at_rest(engine)
+
+    assert_same(cold, expected)
+    assert_same(warm, expected)
+    assert [answer["cached_tokens"] for answer in warm] == [448, 608, 0]
+    assert warm[1]["opal"]["hit_tokens"]["CPUMemory"] > 0
+    assert len({token for answer in expected for token in answer["tokens"]}) > 10
+
+
+def test_windows_only(tmp_path: Path) -> None:
+    """One group of a kind that is not served yet: Opal says so and stays out of the way."""
+    model = str(make_tiny_gemma(tmp_path, [SLIDING, SLIDING]))
+    with running_engine(model=model, skip_tokenizer_init=True) as engine:
+        expected, _ = two_rounds(engine)
+    with running_engine(model=model, skip_tokenizer_init=True, kv_transfer_config=opal()) as engine:
+        first, second = two_rounds(engine)
+        log = engine.log_text()
+
+    assert_same(first, expected)
+    assert_same(second, expected)
+    assert all(answer["opal"] is None for answer in second)
+    assert (
+        "Opal is off, the model runs uncached: KV cache group 0 is of kind SlidingWindowSpec" in log
+    )
