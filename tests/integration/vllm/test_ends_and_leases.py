@@ -166,19 +166,30 @@ def test_abort_of_everything_then_reset_as_a_pause_does(async_steps: bool) -> No
 def test_reset_while_storing_leaves_the_tier_empty() -> None:
     """A store that was in flight before the reset does not come back after it."""
     engine = manual_engine_with()
-    engine.add("a", prompt(1, 64), max_tokens=20)
+    engine.answer("a", prompt(1, 64), max_tokens=1)
+    assert engine.scheduler.reset_connector_cache()
+    finish_transfers(engine)
+
+    assert engine.held_hashes() == set()
+    assert engine.manager.storage.tiers[0].used_bytes == 0
+    engine.forget_device()
+    assert engine.generate("warm", prompt(1, 64)).hit_tokens == 0
+    engine.assert_answers("a", "warm")
+    engine.assert_idle()
+
+
+def test_reset_while_storing_does_not_stop_later_stores() -> None:
+    """A request that goes on behind a reset is stored again, from its head."""
+    engine = manual_engine_with()
+    engine.add("a", prompt(1, 64), max_tokens=40)
     engine.step()
     engine.step()
     assert engine.scheduler.reset_connector_cache()
     finish_transfers(engine)
-
-    assert engine.results["a"].finish_reason == "length"
-    engine.assert_answers("a")
-    # Only what was planned after the reset is there, and it hangs on nothing that is gone.
     engine.forget_device()
-    warm = engine.generate("warm", prompt(1, 64))
-    engine.assert_answers("warm")
-    assert warm.hit_tokens in (0, 48)
+
+    assert engine.generate("warm", prompt(1, 64)).hit_tokens == 48
+    engine.assert_answers("a", "warm")
     engine.assert_idle()
 
 
