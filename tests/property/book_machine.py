@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from book_model import BLOCKS, Contents, Job, Key, hashes_of
+from book_model import BLOCKS, Contents, Job, Writes, hashes_of, rows_at_rest
 from fakes import ROW_BYTES, FaultyTier, content, make_manager, tokens_of
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -24,11 +24,11 @@ from hypothesis.stateful import (
 )
 
 from opal_connector.events import Delete, Insert, KVCEvent
-from opal_connector.keys import HASH_BYTES
+from opal_connector.keys import CHAIN_ROOT, HASH_BYTES
 from opal_connector.managers import LookupState, OpalKVCacheManager, OpalRequest, object_key
 from opal_connector.managers.manager import LEASE_SECONDS, WAIT_SECONDS
 from opal_connector.tiers import ArrayBlocks, CPUMemory, allocate_host_rows, execute_job
-from opal_connector.transfers import FailureKind, JobResult, ObjectTransfer
+from opal_connector.transfers import FailureKind, JobResult
 
 UNTOUCHED = 0xA5
 
@@ -65,6 +65,7 @@ class BookMachine(RuleBasedStateMachine):
             CPUMemory(allocate_host_rows(row_count=rows, row_bytes=ROW_BYTES)) for _ in range(ranks)
         ]
         self.contents = Contents()
+        self.writes = Writes()
         self.corrupted: set[tuple[int, int]] = set()  # (rank, row) that we damaged
         self.open: list[Job] = []
         self.live: list[OpalRequest] = []
@@ -154,19 +155,12 @@ class BookMachine(RuleBasedStateMachine):
         self, hashes: Sequence[bytes], computed: int, limit: int
     ) -> tuple[int, int, int, bool]:
         """See `Contents.expect`, and whether a write in motion brings the block behind it."""
-        busy = {stay for job in self.open if job.is_load for stay in job.stays or ()}
+        busy = {stay for job in self.open if job.is_load for stay in job.stays}
         lower, upper, total = self.contents.expect(
             hashes, computed, limit, chunk_blocks=self.chunk_blocks, busy=busy
         )
-        coming = {
-            stamp
-            for job in self.open
-            if not job.is_load and job.epoch == self.epoch
-            for item in job.job.objects
-            for stamp in hashes_of(item.stamps)
-        }
         end = computed + total
-        return lower, upper, total, end < limit and hashes[end] in coming
+        return lower, upper, total, end < limit and hashes[end] in self.writes.coming()
 
     def stays_of_lease(self, request: OpalRequest) -> frozenset[int]:
         segments = request.lease.segments if request.lease is not None else ()
@@ -191,21 +185,13 @@ class BookMachine(RuleBasedStateMachine):
         assert list(job.missing_block_ids) == list(ids[promised:])
         stamps = b"".join(item.stamps for item in job.objects)
         assert hashes_of(stamps) == request.chain.hashes[computed : computed + len(covered)]
-        planned = Job(job, len(self.memories), self.epoch, [self.stay_of(i) for i in job.objects])
-        busy = [stay for other in self.open if other.is_load for stay in other.stays or ()]
-        assert not set(busy) & set(planned.stays or ()), "an object is loaded twice at once"
+        stays = [self.contents.stay_of(item, self.manager) for item in job.objects]
+        planned = Job(job, len(self.memories), self.epoch, stays=stays)
+        busy = [stay for other in self.open if other.is_load for stay in other.stays]
+        assert not set(busy) & set(stays), "an object is loaded twice at once"
         self.open.append(planned)
         self.after_step()
         return planned
-
-    def stay_of(self, item: ObjectTransfer) -> int:
-        """Which object these rows are of, now."""
-        for (tier, key), born in self.contents.born.items():
-            record = self.manager.storage.tiers[item.tier].get(key)  # type: ignore[arg-type]
-            is_here = tier == self.manager.tier_names[item.tier] and record is not None
-            if is_here and set(item.tier_rows) <= set(record.rows):  # type: ignore[union-attr]
-                return born
-        raise AssertionError("a load reads rows that belong to no object")
 
     @rule(
         target=jobs,
@@ -235,14 +221,18 @@ class BookMachine(RuleBasedStateMachine):
         for item in job.objects:
             names = [request.chain.hashes[block_id] for block_id in item.block_ids]
             assert item.stamps == b"".join(names), "a block is stored under another's name"
-        planned = Job(job, len(self.memories), self.epoch, None)
+        hashes = [CHAIN_ROOT, *request.chain.hashes]  # one earlier: the parents
+        parents = [hashes[item.block_ids[0]] for item in job.objects]
+        for item in job.objects:
+            self.writes.begin(item.stamps)
+        planned = Job(job, len(self.memories), self.epoch, parents=parents)
         self.open.append(planned)
         return planned
 
     def in_use(self) -> frozenset[int]:
         """Stays that are promised or being loaded: a store must not evict them."""
         stays = {stay for promise in self.promises.values() for stay in promise[3]}
-        stays.update(stay for job in self.open if job.is_load for stay in job.stays or ())
+        stays.update(stay for job in self.open if job.is_load for stay in job.stays)
         return frozenset(stays)
 
     # ---- execute and commit ----
@@ -315,6 +305,7 @@ class BookMachine(RuleBasedStateMachine):
         job.answers_left -= 1
         for position, kind in result.failed.items():
             job.failed.setdefault(position, set()).add(kind)
+        there = {fact.chunk_hash for fact in self.contents.facts.values()}
         ended = self.manager.commit(result)
         assert (ended is not None) == (job.answers_left == 0), "every rank must answer"
         if job.answers_left:
@@ -325,11 +316,11 @@ class BookMachine(RuleBasedStateMachine):
         if job.is_load:
             self.end_load(job)
         else:
-            self.end_store(job)
+            self.end_store(job, there)
 
     def end_load(self, job: Job) -> None:
         bad = {
-            (job.stays or [])[position]
+            job.stays[position]
             for position, kinds in job.failed.items()
             if kinds - {FailureKind.AFTER_FAILURE, FailureKind.MISSING}
         }
@@ -338,15 +329,20 @@ class BookMachine(RuleBasedStateMachine):
         assert set(self.last_deleted) == there, "exactly what is damaged is taken out"
         assert not any(isinstance(event, Insert) for event in self.last_events)
 
-    def end_store(self, job: Job) -> None:
+    def end_store(self, job: Job, there: set[bytes]) -> None:
+        published: list[bytes] = []
+        for position, item in enumerate(job.job.objects if job.epoch == self.epoch else ()):
+            published += self.writes.end(
+                item.stamps,
+                job.parents[position],
+                stored=position not in job.failed,
+                there=there | {run[-HASH_BYTES:] for run in published},
+            )
         self.after_step()
         inserted = {e.fact.block_hashes for e in self.last_events if isinstance(e, Insert)}
-        held = self.contents.blocks()
-        for position, item in enumerate(job.job.objects):
-            if job.epoch != self.epoch or position in job.failed:
-                assert item.stamps not in inserted, "what failed, or was reset, came back"
-            else:
-                assert set(hashes_of(item.stamps)) <= held, "what was stored is not there"
+        assert inserted <= set(published), "what failed, waits, or was reset, is there"
+        blocks = {block for run in published for block in hashes_of(run)}
+        assert blocks <= self.contents.blocks(), "what was stored is not there"
 
     @rule(job=jobs)
     def finish(self, job: Job) -> None:
@@ -365,6 +361,20 @@ class BookMachine(RuleBasedStateMachine):
             self.finish(job)
         return request
 
+    @rule(target=jobs, blocks=BLOCKS, faults=st.sampled_from([(), (), (0,)]))
+    def store_tail_first(self, blocks: list[int], faults: tuple[int, ...]) -> Any:
+        """A prompt in two jobs, of which the second ends first; the first may fail."""
+        request = self.new_request(blocks)
+        head = self.plan_store(request, 0, False, self.chunk_blocks)
+        tail = self.plan_store(request, 0, True, None)
+        self.end_request(request)
+        if isinstance(tail, Job):
+            self.finish(tail)
+        if not isinstance(head, Job):
+            return multiple()
+        self.execute(head, 0, faults)
+        return head
+
     @rule(target=jobs, blocks=BLOCKS)
     def load_prompt(self, blocks: list[int]) -> Any:
         """A request that looks up and begins to load, as it mostly goes."""
@@ -377,7 +387,7 @@ class BookMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), rank=st.integers(0, 1), offset=st.integers(0, ROW_BYTES - 1))
     def corrupt(self, data: st.DataObject, rank: int, offset: int) -> None:
-        rows = sorted({row for rows in self.rows_at_rest().values() for row in rows})
+        rows = sorted({row for rows in rows_at_rest(self.manager).values() for row in rows})
         if rows and rank < len(self.memories):
             row = data.draw(st.sampled_from(rows))
             if (rank, row) not in self.corrupted:
@@ -399,6 +409,7 @@ class BookMachine(RuleBasedStateMachine):
             return  # a reset is rare, or nothing ever becomes full
         self.manager.reset()
         self.epoch += 1
+        self.writes.clear()
         self.promises.clear()
         self.after_step(orphans=True)
         assert self.contents.facts == {}
@@ -429,16 +440,6 @@ class BookMachine(RuleBasedStateMachine):
     def on_events(self, events: Sequence[KVCEvent]) -> None:
         """For machines that look at the events in another way."""
 
-    def rows_at_rest(self) -> dict[Key, tuple[int, ...]]:
-        """The rows of every readable object."""
-        rows: dict[Key, tuple[int, ...]] = {}
-        for tier in self.manager.storage.tiers:
-            for key in tier.readable_keys():
-                record = tier.get(key)
-                assert record is not None
-                rows[tier.tier, key] = record.rows
-        return rows
-
     @invariant()
     def books_are_right(self) -> None:
         """Every auditor agrees; used is at most the limit and at least what can be had (I1)."""
@@ -467,7 +468,7 @@ class BookMachine(RuleBasedStateMachine):
 
     def named_rows(self) -> Iterator[tuple[int, bytes]]:
         """Rows and the hash of the block that each must hold now."""
-        for key, rows in self.rows_at_rest().items():
+        for key, rows in rows_at_rest(self.manager).items():
             yield from zip(rows, hashes_of(self.contents.facts[key].block_hashes), strict=True)
         for request in self.live:
             for segment in request.lease.segments if request.lease is not None else ():
@@ -492,8 +493,8 @@ class BookMachine(RuleBasedStateMachine):
         self.manager.check()
         assert (self.manager.lease_count, self.manager.open_job_count) == (0, 0)
         (tier,) = self.manager.storage.tiers
-        assert tier.pool.used_rows == sum(len(rows) for rows in self.rows_at_rest().values())
-        self.epoch += 1
+        assert tier.pool.used_rows == sum(len(rows) for rows in rows_at_rest(self.manager).values())
+        assert self.writes.coming() == set()
         self.manager.reset()
         self.after_step(orphans=True)
         assert tier.used_bytes == 0

@@ -6,8 +6,15 @@ from itertools import takewhile
 from hypothesis import strategies as st
 
 from opal_connector.events import ObjectFact
-from opal_connector.keys import HASH_BYTES
-from opal_connector.transfers import FailureKind, JobResult, LoadJob, StoreJob
+from opal_connector.keys import CHAIN_ROOT, HASH_BYTES
+from opal_connector.managers import OpalKVCacheManager
+from opal_connector.transfers import (
+    FailureKind,
+    JobResult,
+    LoadJob,
+    ObjectTransfer,
+    StoreJob,
+)
 
 Key = tuple[str, bytes]
 
@@ -29,6 +36,17 @@ def common_blocks(left: bytes, right: bytes) -> int:
     """Blocks at the start of both runs that are the same, one by one."""
     pairs = zip(hashes_of(left), hashes_of(right), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def rows_at_rest(manager: OpalKVCacheManager) -> dict[Key, tuple[int, ...]]:
+    """The rows of every readable object."""
+    rows: dict[Key, tuple[int, ...]] = {}
+    for tier in manager.storage.tiers:
+        for key in tier.readable_keys():
+            record = tier.get(key)
+            assert record is not None
+            rows[tier.tier, key] = record.rows
+    return rows
 
 
 class Contents:
@@ -55,6 +73,8 @@ class Contents:
 
     def insert(self, key: Key, fact: ObjectFact) -> None:
         assert key not in self.facts, "inserted twice"
+        parents = {CHAIN_ROOT, *(other.chunk_hash for other in self.facts.values())}
+        assert fact.parent_hash in parents, "announced before its parent"
         assert fact.shared_blocks == self.common(fact.block_hashes), "shares otherwise"
         self._count += 1
         self.facts[key], self.born[key] = fact, self._count
@@ -65,6 +85,14 @@ class Contents:
         assert (known.parent_hash, known.block_hashes) == (fact.parent_hash, fact.block_hashes)
         assert fact.shared_blocks == self.common(fact.block_hashes), "shares otherwise"
         return self.born.pop(key)
+
+    def stay_of(self, item: ObjectTransfer, manager: OpalKVCacheManager) -> int:
+        """Which object the rows of a load belong to, now."""
+        name = manager.tier_names[item.tier]
+        for (tier, key), rows in rows_at_rest(manager).items():
+            if tier == name and set(item.tier_rows) <= set(rows):
+                return self.born[tier, key]
+        raise AssertionError("a load reads rows that belong to no object")
 
     def blocks(self) -> set[bytes]:
         """The hashes of all blocks that can be had."""
@@ -119,6 +147,43 @@ class Contents:
         ]
 
 
+class Writes:
+    """Objects that are being written, and those that are written and wait for their parent.
+
+    Mutable state: `on_the_way`, the runs of both by chunk hash, and `waiting` by parent.
+    """
+
+    def __init__(self) -> None:
+        self.on_the_way: dict[bytes, bytes] = {}
+        self.waiting: dict[bytes, list[bytes]] = {}
+
+    def begin(self, run: bytes) -> None:
+        assert run[-HASH_BYTES:] not in self.on_the_way, "written twice at once"
+        self.on_the_way[run[-HASH_BYTES:]] = run
+
+    def end(self, run: bytes, parent: bytes, *, stored: bool, there: Set[bytes]) -> list[bytes]:
+        """The runs that begin to be there; `there` are the objects (chunk hashes) before that."""
+        if stored and parent != CHAIN_ROOT:
+            if parent in self.on_the_way:
+                self.waiting.setdefault(parent, []).append(run)
+                return []
+            stored = parent in there
+        chunk = run[-HASH_BYTES:]
+        del self.on_the_way[chunk]
+        published = [run] if stored else []
+        for child in self.waiting.pop(chunk, []):
+            published += self.end(child, chunk, stored=stored, there=there | {chunk})
+        return published
+
+    def coming(self) -> set[bytes]:
+        """The hashes of all blocks that may begin to be there."""
+        return {block for run in self.on_the_way.values() for block in hashes_of(run)}
+
+    def clear(self) -> None:
+        self.on_the_way.clear()
+        self.waiting.clear()
+
+
 class Job:
     """A planned job, the objects it uses, and what its ranks still owe.
 
@@ -126,11 +191,18 @@ class Job:
     """
 
     def __init__(
-        self, job: LoadJob | StoreJob, ranks: int, epoch: int, stays: list[int] | None
+        self,
+        job: LoadJob | StoreJob,
+        ranks: int,
+        epoch: int,
+        *,
+        stays: Sequence[int] = (),
+        parents: Sequence[bytes] = (),
     ) -> None:
         self.job = job
         self.epoch = epoch
         self.stays = stays  # of a load: the object behind each transfer
+        self.parents = parents  # of a store: the hash before each object
         self.to_execute = list(range(ranks))
         self.to_commit: list[JobResult] = []
         self.failed: dict[int, set[FailureKind]] = {}
