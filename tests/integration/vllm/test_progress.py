@@ -206,6 +206,23 @@ def test_gate_bounds_the_requests_that_fetch_or_are_ready(limit: int) -> None:
     engine.assert_idle()
 
 
+def test_gate_opens_when_a_fetched_request_begins() -> None:
+    """What is running is not fetching: the next one need not wait for its end."""
+    engine = Engine(max_kvc_ready_requests=1)
+    for seed in range(2):
+        engine.generate(f"cold{seed}", prompt(seed, 60))
+    engine.forget_device()
+    engine.add("long", prompt(0, 60), max_tokens=50)
+    engine.add("next", prompt(1, 60), max_tokens=2)
+    engine.run_until(lambda: engine.results["next"].finish_reason is not None)
+
+    assert engine.results["next"].hit_tokens == 48
+    assert 0 < len(engine.results["long"].tokens) < 10
+    engine.run()
+    engine.assert_answers("long", "next")
+    engine.assert_idle()
+
+
 def test_gate_counts_requests_that_a_reset_preempted() -> None:
     """Preempted and admitted to a load in one step, a request still counts as fetching."""
     engine = Engine(transfers="manual", max_kvc_ready_requests=1)
