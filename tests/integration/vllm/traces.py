@@ -56,7 +56,7 @@ def generated_trace(seed: int, request_count: int = 128) -> list[TraceRequest]:
     trace: list[TraceRequest] = []
     for _ in range(request_count):
         if chats and rng.random() < 0.4:
-            place = rng.randrange(max(0, len(chats) - 12), len(chats))
+            place = rng.randrange(max(0, len(chats) - 60), len(chats))
             past = chats.pop(place)
         else:
             past = (0,)
