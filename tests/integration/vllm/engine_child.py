@@ -333,7 +333,7 @@ def _prompt(request: dict[str, Any]) -> Any:
 def _sampling(request: dict[str, Any]) -> Any:
     from vllm import SamplingParams
 
-    settings = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
+    settings = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True, "logprobs": 0}
     return SamplingParams(**{**settings, **request.get("sampling", {})})
 
 

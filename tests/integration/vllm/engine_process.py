@@ -142,11 +142,10 @@ def opal(extra: Mapping[str, Any] | None = None, **transfer: Any) -> dict[str, A
     }
 
 
-def engine_settings(**settings: Any) -> dict[str, Any]:
+def engine_settings(model: Path | None = None, **settings: Any) -> dict[str, Any]:
     """Arguments of `LLM` that all tests share, and those of one test."""
-    model = settings.pop("model", None) or str(ensure_smollm2(layers=settings.pop("layers", 4)))
     return {
-        "model": model,
+        "model": str(model or ensure_smollm2(layers=4)),
         "dtype": "float32",
         "block_size": BLOCK_TOKENS,
         "enforce_eager": True,

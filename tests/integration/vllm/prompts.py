@@ -3,14 +3,14 @@
 import random
 from typing import Any
 
-_FIRST_TOKEN = 1000  # past the control tokens of every model that the tests serve
+_FIRST_TOKEN = 1000  # past the control tokens
 _LAST_TOKEN = 40000
 
 
-def random_tokens(count: int, seed: int) -> list[int]:
-    """Tokens that say nothing. Another seed gives another first token already."""
+def random_tokens(count: int, seed: int, last: int = _LAST_TOKEN) -> list[int]:
+    """Tokens up to `last` that say nothing. Another seed gives other tokens from the start."""
     rng = random.Random(seed)
-    return [rng.randint(_FIRST_TOKEN, _LAST_TOKEN) for _ in range(count)]
+    return [rng.randint(min(_FIRST_TOKEN, last // 2), last) for _ in range(count)]
 
 
 def request(tokens: list[int], **more: Any) -> dict[str, Any]:

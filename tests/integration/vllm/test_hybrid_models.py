@@ -35,7 +35,7 @@ def two_rounds(engine: EngineProcess) -> list[list[Answer]]:
 
 def test_windows_and_full_attention(tmp_path: Path) -> None:
     """Without hybrid support vLLM runs such a model as one group, which Opal serves whole."""
-    model = str(make_tiny_gemma(tmp_path, [SLIDING, SLIDING, SLIDING, FULL]))
+    model = make_tiny_gemma(tmp_path, [SLIDING, SLIDING, SLIDING, FULL])
     with running_engine(model=model, skip_tokenizer_init=True) as engine:
         assert len(engine.call("kv_groups")) > 1
         expected, _ = two_rounds(engine)
@@ -53,7 +53,7 @@ def test_windows_and_full_attention(tmp_path: Path) -> None:
 
 def test_windows_only(tmp_path: Path) -> None:
     """One group of a kind that is not served yet: Opal says so and stays out of the way."""
-    model = str(make_tiny_gemma(tmp_path, [SLIDING, SLIDING]))
+    model = make_tiny_gemma(tmp_path, [SLIDING, SLIDING])
     with running_engine(model=model, skip_tokenizer_init=True) as engine:
         expected, _ = two_rounds(engine)
     with running_engine(model=model, skip_tokenizer_init=True, kv_transfer_config=opal()) as engine:

@@ -74,4 +74,4 @@ def test_chunks_of_eight_blocks() -> None:
     """Coarse chunks lose nothing: a chunk that differs near its end still brings its start."""
     prompts = [one.tokens(0, 255) for one in conversation_trace()]
 
-    replay(prompts, chunk_tokens=256, model=str(ensure_tiny_llama()))
+    replay(prompts, chunk_tokens=256, model=ensure_tiny_llama())
