@@ -14,15 +14,40 @@ class FailureKind(StrEnum):
 
     CHECKSUM = "checksum"  # what was read is not what was written
     IO = "io"  # the tier or the copy raised
+    GONE = "gone"  # somebody else took the object away
+    NO_SPACE = "no_space"  # the medium is full; what is there stays readable
+    TIMEOUT = "timeout"  # no answer from the medium before the deadline
+    SUSPENDED = "suspended"  # the tier is not asked now, because it was slow or failing
     MISSING = "missing"  # the books had nothing to load from
     AFTER_FAILURE = "after_failure"  # intact, but an earlier object of the prefix failed
+    DROPPED = "dropped"  # not begun, because the worker shuts down or has too much to do
+
+
+class ObjectName(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An object's identity in its namespace, complete enough to write and to check a file.
+
+    `run` is the concatenation of the hashes of its blocks; the last one names the object.
+    """
+
+    group: int
+    parent_hash: bytes
+    run: bytes
+
+    @property
+    def chunk_hash(self) -> bytes:
+        """The digest that names the object."""
+        return self.run[-32:]
 
 
 class ObjectTransfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One object's part of a job.
 
     `tier_rows[i]` in tier `tier` holds, or will hold, the bytes of the paged KV block
-    `block_ids[i]` of kv group `group`; `stamps` is the concatenation of those blocks' hashes.
+    `block_ids[i]` of kv group `group`; `stamps` is the concatenation of those blocks' hashes. In a
+    tier of files, rows are positions of blocks in the object's file, and `name` says which.
+
+    `kept_rows`, if any, are rows of tier `kept_tier`, one for every block of the object, into
+    which a load from a file reads the whole object, so that it stays there as a copy.
     """
 
     tier: int
@@ -30,6 +55,19 @@ class ObjectTransfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tier_rows: tuple[int, ...]
     block_ids: tuple[int, ...]
     stamps: bytes
+    name: ObjectName | None = None
+    kept_tier: int = -1
+    kept_rows: tuple[int, ...] = ()
+
+
+class ObjectCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One object from one tier to another; rows as in `ObjectTransfer`, of all its blocks."""
+
+    name: ObjectName
+    source_tier: int
+    source_rows: tuple[int, ...]
+    target_tier: int
+    target_rows: tuple[int, ...]
 
 
 class StoreJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -44,12 +82,30 @@ class LoadJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     A failure makes every later object of the job fail too: what follows a hole is no prefix.
     `missing_block_ids` are destinations that vLLM expects filled and the books cannot fill.
+    `kept_job_id` is a second job, answered on its own: the copies that objects with `kept_rows`
+    leave behind, at the same positions. It may end later, when a read that was given up returns.
     """
 
     job_id: int
     request_id: str
     objects: tuple[ObjectTransfer, ...]
     missing_block_ids: tuple[int, ...] = ()
+    kept_job_id: int = 0
+
+
+class CopyJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Objects from tier to tier, in prefix order. One that fails does not stop the others."""
+
+    job_id: int
+    objects: tuple[ObjectCopy, ...]
+
+
+class DropJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Objects to delete from the files of a tier."""
+
+    job_id: int
+    tier: int
+    names: tuple[ObjectName, ...]
 
 
 class JobResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -66,14 +122,44 @@ class JobResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class JobBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """All new jobs of one step."""
+    """All new jobs of one step.
+
+    `touches` maps a tier's place to object keys that were used, the most recent last, for tiers
+    whose order of use is to survive a restart.
+    """
 
     loads: tuple[LoadJob, ...] = ()
     stores: tuple[StoreJob, ...] = ()
+    copies: tuple[CopyJob, ...] = ()
+    drops: tuple[DropJob, ...] = ()
+    touches: dict[int, tuple[bytes, ...]] = {}
 
     def __bool__(self) -> bool:
         """Whether the step has any job."""
-        return bool(self.loads or self.stores)
+        return bool(self.loads or self.stores or self.copies or self.drops or self.touches)
 
 
 NO_JOBS = JobBatch()
+
+
+class TierHealth(StrEnum):
+    """What a tier can do now, as its worker sees it. The value is a metric label."""
+
+    OK = "ok"
+    OPENING = "opening"  # its contents are not known yet
+    NO_SPACE = "no_space"  # loads go on, stores are shed until space returns
+    SUSPENDED = "suspended"  # neither, until a probe succeeds
+
+
+class InventoryPage(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Objects that a tier had before this process, the least recently used first.
+
+    `is_last` ends the pages of one rank and tier. `foreign_bytes` is what lies under the tier's
+    directory besides this rank's own files, for the last page to say.
+    """
+
+    tier: int
+    rank: int
+    names: tuple[ObjectName, ...] = ()
+    is_last: bool = False
+    foreign_bytes: int = 0

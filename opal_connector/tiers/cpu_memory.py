@@ -12,16 +12,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
-from xxhash import xxh3_64
 
-from opal_connector.keys import HASH_BYTES
-from opal_connector.tiers.base import ChecksumMismatchError, PagedBlocks, Rows, TierStore
+from opal_connector.tiers.base import PagedBlocks, Rows, TierStore
+from opal_connector.tiers.checks import EMPTY, row_check, verify_row
 from opal_connector.transfers import ObjectTransfer
-
-_EMPTY = 0  # the check value of a row that holds nothing
-# xxhash gives up the GIL for larger pieces, and getting it back from a busy engine loop costs up
-# to a switch interval (5 ms) each time: far more than the hashing.
-_PIECE_BYTES = 64 << 10
 
 
 class OpalMemoryObj(msgspec.Struct, frozen=True, eq=False):
@@ -71,14 +65,14 @@ class CPUMemory(TierStore):
     def write(self, item: ObjectTransfer, paged: PagedBlocks, after: object) -> int:
         tier_rows, block_ids = item.tier_rows, item.block_ids
         for row in tier_rows:
-            self._checks[row] = _EMPTY
+            self._checks[row] = EMPTY
         checks: list[int] = []
         batch = paged.batch_blocks
         for start in range(0, len(tier_rows), batch):
             stop = min(start + batch, len(tier_rows))
             paged.gather(block_ids[start:stop], self.rows, tier_rows[start:stop], after)
             checks += [
-                self._check_value(tier_rows[position], item.stamps, position)
+                row_check(self.rows[tier_rows[position]], item.stamps, position)
                 for position in range(start, stop)
             ]
         for row, check in zip(tier_rows, checks, strict=True):  # all of the object, or nothing
@@ -93,8 +87,8 @@ class CPUMemory(TierStore):
             stop = min(start + batch, len(tier_rows))
             for position in range(start, stop):
                 row = tier_rows[position]
-                if int(self._checks[row]) != self._check_value(row, item.stamps, position):
-                    raise ChecksumMismatchError(f"row {row} of {self.name}")
+                expected, place = int(self._checks[row]), f"row {row} of {self.name}"
+                verify_row(self.rows[row], item.stamps, position, expected, place)
             paged.scatter(block_ids[start:stop], self.rows, tier_rows[start:stop], after)
         return len(tier_rows) * int(self.rows.shape[1])
 
@@ -107,13 +101,3 @@ class CPUMemory(TierStore):
             view = self.rows[list(tier_rows)]
         view.flags.writeable = False
         return OpalMemoryObj(view, self.name)
-
-    def _check_value(self, row: int, stamps: bytes, position: int) -> int:
-        """Never `_EMPTY`."""
-        start = position * HASH_BYTES
-        digest = xxh3_64(seed=int.from_bytes(stamps[start : start + 8], "little"))
-        update = digest.update
-        data = memoryview(self.rows[row])
-        for offset in range(0, len(data), _PIECE_BYTES):
-            update(data[offset : offset + _PIECE_BYTES])
-        return digest.intdigest() or 1
