@@ -20,7 +20,7 @@ def row_check(row: Rows, stamps: bytes, position: int) -> int:
     start = position * HASH_BYTES
     digest = xxh3_64(seed=int.from_bytes(stamps[start : start + 8], "little"))
     update = digest.update
-    data = memoryview(row)
+    data = row.data  # a view of the bytes, not a copy
     for offset in range(0, len(data), _PIECE_BYTES):
         update(data[offset : offset + _PIECE_BYTES])
     return digest.intdigest() or 1
