@@ -1,5 +1,6 @@
 """Stand-ins that tests share: contents that follow from names, tiers with faults, small books."""
 
+import signal
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256, shake_128
@@ -26,6 +27,11 @@ from opal_connector.transfers import JobResult, LoadJob, ObjectTransfer, StoreJo
 BLOCK_TOKENS = 2
 ROW_BYTES = 24
 Row = NDArray[np.uint8]
+
+
+def heed_interrupts() -> None:
+    """For `preexec_fn`: a test run that was started in the background ignores SIGINT for all."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def stamp(number: int) -> bytes:

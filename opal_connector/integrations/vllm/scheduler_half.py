@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 _HIT_SOURCES = {"CPUMemory": CacheHitSource.HOST}
 _EXPIRY_SECONDS = 5.0
-_GAUGE_SECONDS = 1.0
 _HOLD_PATIENCE_SECONDS = 1.0
 _NO_STEP_JOBS = OpalStepJobs()
 _UNBOOKED_JOB = 0  # the books number theirs from 1 and ignore answers to others
@@ -89,7 +88,6 @@ class SchedulerHalf:
         self._unbooked: list[JobResult] = []
         self._workers: list[WorkerFacts] = []
         self._next_expiry = 0.0
-        self._next_gauges = 0.0
         if transfer.kv_load_failure_policy != "recompute":
             logger.warning(
                 'kv_load_failure_policy is "%s": a chunk that cannot be loaded fails its request; '
@@ -287,9 +285,7 @@ class SchedulerHalf:
             return None
         manager = self.books.manager
         data: dict[str, Any] = manager.take_counters()
-        now = self._clock()
-        if data and now >= self._next_gauges:
-            self._next_gauges = now + _GAUGE_SECONDS
+        if data:
             data["capacity_bytes"] = {t.tier: t.capacity_bytes for t in manager.storage.tiers}
             data["used_bytes"] = {t.tier: t.used_bytes for t in manager.storage.tiers}
         return OpalStats(data) if data else None

@@ -160,7 +160,7 @@ def test_prompt_logprobs_are_computed_and_stored(
 ) -> None:
     """Such a request may read no cache, since every logit is wanted; its blocks serve the next."""
     tokens = random_tokens(600, seed=9)
-    sampling = {"prompt_logprobs": 1, "max_tokens": 8}
+    sampling = {"prompt_logprobs": 1}
     first = engine.ask(tokens, sampling=sampling)
     engine.reset_device()
     second = engine.ask(tokens, sampling=sampling)

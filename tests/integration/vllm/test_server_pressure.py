@@ -9,7 +9,7 @@ import pytest
 from engine_process import BLOCK_TOKENS, opal
 from event_consumer import EventConsumer, held_blocks
 from live_server import Server, free_port, running_server
-from prompts import random_tokens
+from prompts import greedy, random_tokens
 from reference import Reference
 
 from opal_connector.keys import OpalTokenDatabase
@@ -61,7 +61,9 @@ def test_eight_clients_and_a_listener(
     ]
     jobs = prompts * 4
     random.Random(2).shuffle(jobs)
-    expected = {str(tokens): reference.answer(tokens)["tokens"] for tokens in prompts}
+    expected = {
+        str(tokens): reference.answer(tokens, sampling=greedy(8))["tokens"] for tokens in prompts
+    }
     with EventConsumer(port=ports[0], replay_port=ports[1]) as consumer:
         time.sleep(0.5)  # a subscription takes a moment
         with ThreadPoolExecutor(8) as clients:

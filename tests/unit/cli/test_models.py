@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from fakes import heed_interrupts
 
 from opal_connector.cli import model_store, tiny_models
 from opal_connector.cli.errors import CommandError
@@ -37,7 +38,13 @@ def run(*arguments: str) -> Result:
 
 
 def start(command: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,
+    )
 
 
 def names(directory: Path) -> set[str]:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fakes import heed_interrupts
 
 pytest.importorskip("httpx")
 
@@ -120,7 +121,7 @@ def test_server_that_ends_early_shows_its_log(tmp_path: Path) -> None:
 PROGRAM = """
 import sys
 from pathlib import Path
-sys.path.insert(0, "{directory}")
+sys.path[:0] = ["{directory}", "{directory}/../.."]
 import test_server_process as here
 script = here.HEALTHY.replace("send_response(200)", "send_response(503)")
 with here.serve(here.scripted(script, Path("{log_path}")), here.Reporter()):
@@ -133,7 +134,12 @@ def test_interrupt_ends_the_server_within_seconds(tmp_path: Path, signal_number:
     """Ctrl-C and SIGTERM while the server starts leave nothing running."""
     log_path = tmp_path / "log"
     program = PROGRAM.format(directory=Path(__file__).parent, log_path=log_path)
-    command = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    command = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,
+    )
     deadline = time.monotonic() + 30
     while not (log_path.is_file() and log_path.read_text().endswith("\n")):
         assert time.monotonic() < deadline
