@@ -1,0 +1,41 @@
+"""Temporary files that nobody will finish."""
+
+import contextlib
+import os
+from collections.abc import Iterable
+
+from opal_connector.tiers.file_names import TemporaryName, is_leftover, parse_temporary
+from opal_connector.tiers.file_sizes import filesystem_now
+
+
+def remove_leftovers(
+    directory: str, paths: Iterable[str], *, by_age_only: bool = False
+) -> list[str]:
+    """Remove those of `paths` that are leftovers, and give the others. Blocks.
+
+    `by_age_only` is for directories that hosts share, where a process id says little.
+
+    Raises:
+        OSError: There is a temporary file, and the clock of the directory cannot be read.
+    """
+    kept: list[str] = []
+    now: float | None = None
+    for path in paths:
+        temporary = parse_temporary(os.path.basename(path))
+        if temporary is None:
+            kept.append(path)
+            continue
+        if now is None:
+            now = filesystem_now(directory)
+        try:
+            age_seconds = now - os.stat(path, follow_symlinks=False).st_mtime
+        except FileNotFoundError:
+            continue  # its writer has published it
+        if by_age_only:
+            temporary = TemporaryName(temporary.pid, temporary.start_time, host="")
+        if is_leftover(temporary, age_seconds=age_seconds):
+            with contextlib.suppress(FileNotFoundError):  # another host was faster
+                os.unlink(path)
+        else:
+            kept.append(path)
+    return kept

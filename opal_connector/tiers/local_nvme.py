@@ -1,0 +1,131 @@
+"""`LocalNVMe`: a directory that one process has for itself, with an index for fast restarts."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar, Final
+
+from typing_extensions import override
+
+from opal_connector.tiers.base import ChecksumMismatchError
+from opal_connector.tiers.file_names import object_key, object_path, slot_name
+from opal_connector.tiers.file_sizes import files_under, used_bytes
+from opal_connector.tiers.file_tier import FileTier
+from opal_connector.tiers.header_scan import batches, list_directory, scan_headers
+from opal_connector.tiers.journal import PAGE_NAMES, IndexOwner, Journal, LoadedIndex, load_index
+from opal_connector.tiers.leftovers import remove_leftovers
+from opal_connector.tiers.slot_lock import try_lock
+from opal_connector.transfers import ObjectName
+
+_MAX_SLOTS: Final = 1024
+
+
+class LocalNVMe(FileTier):
+    """Files on a disk of this host.
+
+    When another living process has the directory of this rank, the next free slot beside it is
+    taken; a restart finds the first free one again. Mutable state besides that of `FileTier`: the
+    lock's descriptor and the journal, set once by `open`; the journal has a lock of its own.
+    """
+
+    name: ClassVar[str] = "LocalNVMe"
+
+    def __init__(self, root: Path, *, row_bytes: int, rank: int, fsync: bool = False) -> None:
+        super().__init__(root, row_bytes=row_bytes, rank=rank, fsync=fsync)
+        self._lock_file = -1
+        self._journal: Journal | None = None
+        self._strangers: list[str] = []
+
+    @override
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note the use in the journal. Blocks at most for a flush of it, and raises nothing."""
+        if self._journal is not None:
+            self._journal.touch(keys)
+
+    @override
+    def flush(self) -> None:
+        """Write the journal. Blocks, and raises nothing."""
+        if self._journal is not None:
+            self._journal.flush()
+
+    @override
+    def close(self) -> None:
+        """Write the journal and let another process have the directory. Blocks."""
+        if self._journal is not None:
+            self._journal.close()
+        if self._lock_file >= 0:
+            file, self._lock_file = self._lock_file, -1
+            os.close(file)
+
+    @override
+    def _take_directory(self, namespace: bytes) -> str:
+        for slot in range(_MAX_SLOTS):
+            directory = f"{self._namespace_directory(namespace)}/{slot_name(self.rank, slot)}"
+            self._make_directory(directory)
+            lock_file = try_lock(directory)
+            if lock_file is not None:
+                self._lock_file = lock_file
+                return directory
+        raise OSError(f"{_MAX_SLOTS} processes use rank {self.rank} under {self.root}")
+
+    @override
+    def _inventory(self) -> Iterator[tuple[ObjectName, ...]]:
+        owner = IndexOwner(self._namespace, self.rank, self.row_bytes)
+        try:
+            loaded = load_index(self._directory, owner)
+        except OSError:
+            loaded = LoadedIndex()  # the headers say the same, only later
+        listing = list_directory(self._directory)
+        self._strangers = remove_leftovers(self._directory, listing.other_paths)
+        is_exact = self._reconcile(loaded, listing.keys)
+        self._journal = Journal(self._directory, owner)
+        self._journal.resume(loaded, is_exact=is_exact)
+        for page in batches(loaded.names.values(), PAGE_NAMES):
+            yield tuple(page)
+
+    def _reconcile(self, loaded: LoadedIndex, keys: Sequence[bytes]) -> bool:
+        """Make the index say what the files say; whether it did already."""
+        present = set(keys)
+        dropped = loaded.names.keys() - present
+        for key in dropped:
+            del loaded.names[key]
+        unknown = present - loaded.names.keys()
+        found: list[tuple[int, ObjectName]] = []
+        for scanned in scan_headers(self._directory, unknown):
+            header = scanned.header
+            if scanned.is_unread:
+                continue
+            if header is not None and self._belongs(scanned.path, header.name):
+                try:
+                    self._expect(header, header.name)
+                except ChecksumMismatchError:
+                    pass
+                else:
+                    found.append((scanned.mtime_ns, header.name))
+                    continue
+            with contextlib.suppress(OSError):  # a file that stays is never read as an object
+                os.unlink(scanned.path)
+        # What the index does not know is younger than what it knows: its end was not written.
+        found.sort(key=lambda pair: pair[0])
+        loaded.names.update((object_key(name), name) for _, name in found)
+        return not dropped and not unknown
+
+    def _belongs(self, path: str, name: ObjectName) -> bool:
+        return object_path(self._directory, object_key(name)) == path
+
+    @override
+    def _count_foreign_bytes(self) -> int:
+        own = [entry.path for entry in os.scandir(self._directory) if entry.is_file()]
+        others = files_under(str(self.root), skip=self._directory)
+        return used_bytes(others) + used_bytes({*own, *self._strangers})
+
+    @override
+    def _published(self, name: ObjectName) -> None:
+        if self._journal is not None:
+            self._journal.put(name)
+
+    @override
+    def _removed(self, key: bytes) -> None:
+        if self._journal is not None:
+            self._journal.delete(key)

@@ -1,0 +1,168 @@
+"""The format of an object's file: a header that names the object completely, then its rows.
+
+    magic, version, kv group, rank, sizes, token digest, namespace, parent hash,
+    the hash of every block (the run), the check value of every row, zeros, header checksum
+
+The header fills a multiple of 4096 bytes, its checksum being the last eight. Row `i` of the payload
+begins at `header_bytes + i * row_stride`, also a multiple of 4096; what a row does not fill is
+zero. All numbers are little-endian. A name in the filesystem promises nothing: a reader compares
+every field of the header with what it wants before it uses a byte of the payload.
+"""
+
+import struct
+from typing import Final
+
+import msgspec
+from typing_extensions import Buffer
+from xxhash import xxh3_64_intdigest
+
+from opal_connector.keys import HASH_BYTES
+from opal_connector.tiers.base import ChecksumMismatchError
+from opal_connector.transfers import ObjectName
+
+MAGIC: Final = b"OPALKV\x1a\n"
+VERSION: Final = 1
+ALIGNMENT: Final = 4096
+MAX_BLOCKS: Final = 1 << 16  # no header makes a reader ask for more than some megabytes
+_FIXED: Final = struct.Struct("<8sHHIIIQQQQ32s32s")
+_CHECKSUM: Final = struct.Struct("<Q")
+_CHECK_BYTES: Final = 8
+
+
+class RecordHeader(msgspec.Struct, frozen=True, gc=False):
+    """What the header of a file says. `checks[i]` is the check value of row `i`."""
+
+    namespace: bytes
+    rank: int
+    row_bytes: int
+    name: ObjectName
+    checks: tuple[int, ...]
+
+    @property
+    def block_count(self) -> int:
+        """Rows in the payload."""
+        return len(self.checks)
+
+
+def row_stride(row_bytes: int) -> int:
+    """Bytes from one row of a payload to the next."""
+    return _round_up(row_bytes)
+
+
+def header_bytes(block_count: int) -> int:
+    """Bytes of the header of an object of so many blocks, a multiple of 4096."""
+    per_block = HASH_BYTES + _CHECK_BYTES
+    return _round_up(_FIXED.size + block_count * per_block + _CHECKSUM.size)
+
+
+def file_bytes(block_count: int, row_bytes: int) -> int:
+    """The exact size of an object's file, a multiple of 4096."""
+    return header_bytes(block_count) + block_count * row_stride(row_bytes)
+
+
+def encode_header(header: RecordHeader) -> bytes:
+    """The bytes of a header.
+
+    Raises:
+        ValueError: A hash has the wrong length, or the run and the checks do not fit together.
+    """
+    name, count = header.name, header.block_count
+    if not 0 < count <= MAX_BLOCKS or len(name.run) != count * HASH_BYTES:
+        raise ValueError(f"a run of {len(name.run)} bytes does not have {count} blocks")
+    if len(header.namespace) != HASH_BYTES or len(name.parent_hash) != HASH_BYTES:
+        raise ValueError(f"a namespace and a parent hash have {HASH_BYTES} bytes")
+    size, stride = header_bytes(count), row_stride(header.row_bytes)
+    body = b"".join(
+        (
+            _FIXED.pack(
+                MAGIC,
+                VERSION,
+                name.group,
+                header.rank,
+                size,
+                count,
+                header.row_bytes,
+                stride,
+                count * stride,
+                xxh3_64_intdigest(name.run),
+                header.namespace,
+                name.parent_hash,
+            ),
+            name.run,
+            struct.pack(f"<{count}Q", *header.checks),
+        )
+    ).ljust(size - _CHECKSUM.size, b"\0")
+    return body + _CHECKSUM.pack(xxh3_64_intdigest(body))
+
+
+def announced_header_bytes(start: Buffer) -> int:
+    """How many bytes the header has that begins with `start`, at least 4096 bytes or all there is.
+
+    Raises:
+        ChecksumMismatchError: It is no header of ours.
+    """
+    data = memoryview(start)
+    if len(data) < _FIXED.size:
+        raise ChecksumMismatchError("a file is too short for a header")
+    magic, version, _, _, size, count, *_ = _FIXED.unpack_from(data)
+    if magic != MAGIC:
+        raise ChecksumMismatchError("a file does not begin as an object does")
+    if version != VERSION:
+        raise ChecksumMismatchError(f"a file has format version {version}, not {VERSION}")
+    if not 0 < count <= MAX_BLOCKS or size != header_bytes(count):
+        raise ChecksumMismatchError(f"a header of {size} bytes cannot name {count} blocks")
+    return int(size)
+
+
+def parse_header(data: Buffer) -> RecordHeader:
+    """The header at the beginning of `data`.
+
+    Raises:
+        ChecksumMismatchError: It is no whole and undamaged header of ours.
+    """
+    view = memoryview(data)
+    size = announced_header_bytes(view)
+    if len(view) < size:
+        raise ChecksumMismatchError(f"a header of {size} bytes ends after {len(view)}")
+    (checksum,) = _CHECKSUM.unpack_from(view, size - _CHECKSUM.size)
+    if checksum != xxh3_64_intdigest(view[: size - _CHECKSUM.size]):
+        raise ChecksumMismatchError("the checksum of a header is wrong")
+    fields = _FIXED.unpack_from(view)
+    group, rank, _, count, row_bytes, stride, payload, digest, namespace, parent = fields[2:]
+    run_end = _FIXED.size + count * HASH_BYTES
+    run = bytes(view[_FIXED.size : run_end])
+    if stride != row_stride(row_bytes) or payload != count * stride:
+        raise ChecksumMismatchError("the sizes in a header contradict each other")
+    if digest != xxh3_64_intdigest(run):
+        raise ChecksumMismatchError("the token digest of a header is not that of its run")
+    checks = struct.unpack_from(f"<{count}Q", view, run_end)
+    return RecordHeader(namespace, rank, row_bytes, ObjectName(group, parent, run), checks)
+
+
+def expect_header(
+    header: RecordHeader, *, namespace: bytes, rank: int, row_bytes: int, name: ObjectName
+) -> None:
+    """Compare every field that identifies an object with what is wanted.
+
+    Raises:
+        ChecksumMismatchError: The file is of something else. The message says what differs.
+    """
+    found = header.name
+    differs = [
+        field
+        for field, is_other in (
+            ("namespace", header.namespace != namespace),
+            ("rank", header.rank != rank),
+            ("row size", header.row_bytes != row_bytes),
+            ("kv group", found.group != name.group),
+            ("parent hash", found.parent_hash != name.parent_hash),
+            ("run", found.run != name.run),
+        )
+        if is_other
+    ]
+    if differs:
+        raise ChecksumMismatchError(f"a file is of another object: other {', '.join(differs)}")
+
+
+def _round_up(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
