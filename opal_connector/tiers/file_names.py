@@ -65,7 +65,7 @@ def parse_object_file(file_name: str) -> bytes | None:
     except ValueError:
         return None
     # Only the one spelling that `object_path` writes: no two names are the same object.
-    if number > _MAX_GROUP or f"{chunk_hash.hex()}-g{number}{SUFFIX}" != file_name:
+    if not 0 <= number <= _MAX_GROUP or f"{chunk_hash.hex()}-g{number}{SUFFIX}" != file_name:
         return None
     return chunk_hash + number.to_bytes(2, "little")
 

@@ -1,0 +1,205 @@
+"""What only `LocalNVMe` does: slots for processes, an index, leftovers of dead processes."""
+
+import os
+import signal
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from fakes import stamp
+
+from opal_connector.tiers import allocate_host_rows
+from opal_connector.tiers.checks import row_check
+from opal_connector.tiers.file_names import new_temporary_name, object_key, object_path
+from opal_connector.tiers.local_nvme import LocalNVMe
+from opal_connector.transfers import ObjectName
+
+NAMESPACE = sha256(b"namespace").digest()
+ROW_BYTES = 4096
+ROWS = allocate_host_rows(row_count=1, row_bytes=ROW_BYTES)
+
+
+def name(number: int) -> ObjectName:
+    return ObjectName(0, stamp(999), stamp(number))
+
+
+def opened(root: Path, row_bytes: int = ROW_BYTES) -> tuple[LocalNVMe, list[ObjectName]]:
+    tier = LocalNVMe(root, row_bytes=row_bytes, rank=0)
+    return tier, [name for page in tier.open(NAMESPACE) for name in page]
+
+
+def write(tier: LocalNVMe, number: int) -> Path:
+    tier.write_object(name(number), ROWS, [0], [row_check(ROWS[0], name(number).run, 0)])
+    return Path(object_path(str(tier.directory), object_key(name(number))))
+
+
+def test_second_process_takes_the_next_slot(tmp_path: Path) -> None:
+    """The first one's objects are not its own; a restart finds the first free slot again."""
+    first, _ = opened(tmp_path)
+    write(first, 1)
+    second, names = opened(tmp_path)
+    third, _ = opened(tmp_path)
+    assert names == []
+    assert [tier.directory.name for tier in (first, second, third)] == ["r0", "r0-1", "r0-2"]
+    write(second, 2)
+
+    second.close()
+    again, names = opened(tmp_path)
+    assert again.directory.name == "r0-1"
+    assert names == [name(2)]
+
+    first.close()
+    again.close()
+    third.close()
+    again, names = opened(tmp_path)
+    assert again.directory.name == "r0"
+    assert names == [name(1)]
+    again.close()
+
+
+def test_killed_process_gives_its_slot_up(tmp_path: Path) -> None:
+    """The system does it: nothing is left to clean."""
+    child = os.fork()
+    if child == 0:
+        tier, _ = opened(tmp_path)
+        write(tier, 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+
+    tier, names = opened(tmp_path)
+
+    assert tier.directory.name == "r0"
+    assert names == [name(1)]  # its index was never written
+    tier.close()
+
+
+def test_removed_lock_protects_nothing(tmp_path: Path) -> None:
+    """Who held the lock of a directory that was deleted does not keep others from a new one."""
+    first, _ = opened(tmp_path)
+    (first.directory / "lock").unlink()
+
+    second, _ = opened(tmp_path)
+
+    assert second.directory.name == "r0"
+    first.close()
+    second.close()
+
+
+def test_deleted_index_costs_time_only(tmp_path: Path) -> None:
+    """The headers say the same, and the order of writing stands in for that of use."""
+    tier, _ = opened(tmp_path)
+    for age, number in enumerate((3, 1, 2)):
+        path = write(tier, number)
+        os.utime(path, (age, age))
+    tier.close()
+    (tier.directory / "index").unlink()
+
+    tier, names = opened(tmp_path)
+
+    assert names == [name(3), name(1), name(2)]
+    tier.close()
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "elsewhere", "empty"])
+def test_file_without_an_entry_is_adopted_only_if_it_is_whole(tmp_path: Path, damage: str) -> None:
+    """What is not takes space that nobody counts: it is removed."""
+    tier, _ = opened(tmp_path)
+    write(tier, 1)
+    path = write(tier, 2)
+    tier.close()
+    (tier.directory / "index").unlink()
+    match damage:
+        case "cut":
+            os.truncate(path, path.stat().st_size - 1)
+        case "header":
+            path.write_bytes(b"x" + path.read_bytes()[1:])
+        case "elsewhere":
+            wrong = Path(object_path(str(tier.directory), object_key(name(3))))
+            wrong.parent.mkdir(exist_ok=True)
+            path = path.rename(wrong)
+        case "empty":
+            path.write_bytes(b"")
+
+    tier, names = opened(tmp_path)
+
+    assert names == [name(1)]
+    assert not path.exists()
+    tier.close()
+
+
+def test_unreadable_file_is_neither_adopted_nor_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many open files is no reason to delete anything."""
+    tier, _ = opened(tmp_path)
+    path = write(tier, 1)
+    tier.close()
+    (tier.directory / "index").unlink()
+    real = os.open
+
+    def refuse(place: str, *args: int) -> int:
+        if str(place).endswith(".opal"):
+            raise OSError(24, "too many open files")
+        return real(place, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        tier, names = opened(tmp_path)
+        tier.close()
+    assert names == []
+    assert path.exists()
+
+    tier, names = opened(tmp_path)
+    assert names == [name(1)]
+    tier.close()
+
+
+def test_other_row_size_finds_nothing(tmp_path: Path) -> None:
+    """Files of rows of another size cannot be read, and leave."""
+    tier, _ = opened(tmp_path)
+    path = write(tier, 1)
+    tier.close()
+
+    tier, names = opened(tmp_path, row_bytes=8192)
+
+    assert names == []
+    assert not path.exists()
+    tier.close()
+
+
+def test_leftovers_of_dead_processes_are_removed_and_no_others(tmp_path: Path) -> None:
+    """By id and start time, whatever the age; the index's temporaries too."""
+    tier, _ = opened(tmp_path)
+    folder = write(tier, 1).parent
+    tier.close()
+    program = "from opal_connector.tiers.file_names import *; print(new_temporary_name())"
+    output = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    dead = [folder / output, tier.directory / output]
+    living = [folder / new_temporary_name(), tier.directory / new_temporary_name()]
+    for path in (*dead, *living):
+        path.touch()
+
+    tier, _ = opened(tmp_path)
+
+    assert not any(path.exists() for path in dead)
+    assert all(path.exists() for path in living)
+    tier.close()
+
+
+def test_calls_after_close_do_no_harm(tmp_path: Path) -> None:
+    """A write that hung may end later; its file is found at the next start."""
+    tier, _ = opened(tmp_path)
+    tier.close()
+    write(tier, 1)
+    tier.touch([object_key(name(1))])
+    tier.flush()
+    tier.close()
+
+    tier, names = opened(tmp_path)
+
+    assert names == [name(1)]
+    tier.close()
