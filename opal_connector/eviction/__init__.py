@@ -1,10 +1,22 @@
 """Who leaves next. A policy knows order only: never bytes, clocks, logs or configuration."""
 
+from opal_connector.eviction.arc import ARCPolicy
 from opal_connector.eviction.base import EvictionPolicy
+from opal_connector.eviction.fifo import FIFOPolicy
+from opal_connector.eviction.lfu import LFUPolicy
 from opal_connector.eviction.lru import LRUPolicy
+from opal_connector.eviction.s3fifo import S3FIFOPolicy
+from opal_connector.eviction.sieve import SievePolicy
+from opal_connector.eviction.tinylfu import WTinyLFUPolicy
 
 POLICIES: dict[str, type[EvictionPolicy]] = {
     "LRU": LRUPolicy,
+    "FIFO": FIFOPolicy,
+    "LFU": LFUPolicy,
+    "SIEVE": SievePolicy,
+    "S3-FIFO": S3FIFOPolicy,
+    "ARC": ARCPolicy,
+    "W-TinyLFU": WTinyLFUPolicy,
 }
 
 __all__ = ["POLICIES", "EvictionPolicy", "LRUPolicy", "make_policy"]

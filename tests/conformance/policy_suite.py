@@ -53,6 +53,16 @@ def skewed_trace(length: int, seed: int) -> list[int]:
     return trace[:length]
 
 
+class CountedKey(int):
+    """A key that counts how often any of its kind is looked up."""
+
+    hash_count = 0
+
+    def __hash__(self) -> int:
+        CountedKey.hash_count += 1
+        return super().__hash__()
+
+
 class PolicyMachine(RuleBasedStateMachine):
     """A policy beside plain sets, and beside a reference that is spared what must not matter.
 
@@ -282,6 +292,22 @@ class PolicySuite:
         policy.check()
 
         assert len(pickle.dumps(policy)) < 64 << 10
+
+    def test_pinned_keys_are_not_looked_at_again_and_again(self) -> None:
+        """Most keys are heads of chains, the oldest and pinned: an eviction must not walk them."""
+        policy = self.make()
+        keys = [CountedKey(key) for key in range(2000)]
+        for key in keys:
+            policy.insert(key)
+        for key in keys[:1500]:
+            policy.pin(key)
+        assert policy.evict(1) is not None
+        CountedKey.hash_count = 0
+        for key in range(5000, 5200):
+            assert policy.evict(1) is not None
+            policy.insert(CountedKey(key))
+
+        assert CountedKey.hash_count < 200 * 100
 
     def test_random_use_agrees_with_sets(self) -> None:
         """Any order of calls: membership, pins and atomic evictions as plain sets have them."""

@@ -1,0 +1,68 @@
+"""A policy whose keys stand in one of several lines."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from typing_extensions import override
+
+from opal_connector.eviction.base import Key
+from opal_connector.eviction.line import Line
+from opal_connector.eviction.undoable import UndoablePolicy
+
+
+class QueuedPolicy(UndoablePolicy):
+    """Knows in which of its lines a key stands; the subclass moves keys between them.
+
+    Mutable state besides the base's: `_home` (key -> its line) and the lines, which share the pins.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._home: dict[Key, Line] = {}
+
+    @override
+    def __len__(self) -> int:
+        return len(self._home)
+
+    @override
+    def __contains__(self, key: object) -> bool:
+        return key in self._home
+
+    @override
+    def check(self) -> None:
+        super().check()
+        for line in set(self._home.values()):
+            line.check()
+            assert all(self._home.get(key) is line for key in line), "a key stands elsewhere"
+        assert all(key in line for key, line in self._home.items()), "a key stands nowhere"
+
+    @override
+    def _keys(self) -> Sequence[Key]:
+        return list(self._home)
+
+    @override
+    def _drop(self, key: Key) -> None:
+        self._home.pop(key).take(key)
+
+    @override
+    def _free(self, key: Key) -> None:
+        self._home[key].unpark(key)
+
+    @override
+    def _withdraw(self, key: Key) -> None:
+        self._home[key].take(key)
+
+    @override
+    def _expel(self, key: Key) -> Any:
+        return self._home.pop(key)
+
+    @override
+    def _take_back(self, key: Key, record: Any) -> None:
+        line: Line = record
+        self._home[key] = line
+        line.restore([key])
+
+    def _place(self, key: Key, line: Line) -> None:
+        """Put a key that stands nowhere at the new end of a line."""
+        self._home[key] = line
+        line.insert(key)
