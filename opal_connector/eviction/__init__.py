@@ -1,6 +1,7 @@
 """Who leaves next. A policy knows order only: never bytes, clocks, logs or configuration."""
 
 from opal_connector.eviction.arc import ARCPolicy
+from opal_connector.eviction.auto import AutoPolicy
 from opal_connector.eviction.base import EvictionPolicy
 from opal_connector.eviction.fifo import FIFOPolicy
 from opal_connector.eviction.lfu import LFUPolicy
@@ -17,6 +18,7 @@ POLICIES: dict[str, type[EvictionPolicy]] = {
     "S3-FIFO": S3FIFOPolicy,
     "ARC": ARCPolicy,
     "W-TinyLFU": WTinyLFUPolicy,
+    "AUTO": AutoPolicy,
 }
 
 __all__ = ["POLICIES", "EvictionPolicy", "LRUPolicy", "make_policy"]

@@ -17,7 +17,7 @@ def key_hash(key: Key) -> int:
         mixed = (key * _MIX) & _MASK
         return ((mixed ^ (mixed >> 29)) * _MIX) & _MASK
     data = key if isinstance(key, bytes) else repr(key).encode()
-    return (zlib.crc32(data) * _MIX ^ zlib.crc32(data, _MOST)) & _MASK
+    return (zlib.crc32(data) * _MIX) & _MASK
 
 
 class FrequencySketch:

@@ -1,0 +1,330 @@
+"""Eviction policies on request traces: hit rates under leaf-only eviction, AUTO, cost per touch.
+
+A request's blocks are looked up until the first one that is missing; the found ones are touched
+from the tail, the missing ones stored from the head. As in the books of a tier, a block whose next
+block is stored is pinned, so only leaves can be evicted. The hit of a column is weighted by tokens,
+over the whole trace, the cold start included.
+"""
+
+import gzip
+import hashlib
+import heapq
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from common import Figures, OtherLoad, at_least, at_most, emit, machine_facts, note, parser
+
+from opal_connector.eviction import POLICIES, EvictionPolicy, make_policy
+from opal_connector.eviction.auto import CANDIDATES
+
+BLOCK_TOKENS = 512
+TRACES = Path(__file__).parents[2] / "shared/traces"
+COLUMNS = {
+    "conversation": ("mooncake_conversation_trace", (1000, 3000, 10_000, 30_000, 60_000)),
+    "synthetic": ("mooncake_synthetic_trace", (500, 1000, 3000, 10_000, 20_000)),
+    "agent": ("claude_code_512", (500, 1000, 2000, 4000, 8000)),
+}
+COST_REPETITIONS = 3
+Request = tuple[int, list[bytes]]  # tokens, and the keys of its whole blocks
+Trace = list[Request]
+Call = tuple[str, Any]
+
+
+def block_key(identity: int) -> bytes:
+    """A key as a tier has it: a digest and the kv group."""
+    return hashlib.sha256(identity.to_bytes(8, "little")).digest() + b"\0\0"
+
+
+def read_trace(path: Path) -> Trace:
+    """A file in Mooncake's format."""
+    trace: Trace = []
+    with gzip.open(path, "rt") as lines:
+        for record in map(json.loads, lines):
+            whole_blocks = record["input_length"] // BLOCK_TOKENS
+            keys = [block_key(identity) for identity in record["hash_ids"][:whole_blocks]]
+            trace.append((record["input_length"], keys))
+    return trace
+
+
+def generated_trace(seed: int, request_count: int, turn_chance: float, chats_kept: int) -> Trace:
+    """Chats in turns behind one common block: most have one turn, a few have many.
+
+    `turn_chance` is how likely a request continues one of the `chats_kept` latest chats.
+    """
+    rng = random.Random(seed)
+    next_key = (block_key(identity) for identity in range(1, 1 << 30)).__next__
+    chats: list[list[bytes]] = []
+    trace: Trace = []
+    for _ in range(request_count):
+        if chats and rng.random() < turn_chance:
+            past = chats.pop(rng.randrange(max(0, len(chats) - chats_kept), len(chats)))
+        else:
+            past = [block_key(0)]
+        keys = past + [next_key() for _ in range(1 + int(rng.lognormvariate(1.5, 1.0)))]
+        if len(keys) < 200:
+            chats.append(keys)
+        trace.append((len(keys) * BLOCK_TOKENS + rng.randrange(BLOCK_TOKENS), keys))
+    return trace
+
+
+def load_traces(is_quick: bool) -> tuple[dict[str, tuple[Trace, tuple[int, ...]]], bool]:
+    """Per trace its requests and the capacities in blocks; and whether they are the real ones."""
+    is_real = all((TRACES / f"{name}.jsonl.gz").exists() for name, _ in COLUMNS.values())
+    if is_real:
+        loaded = {
+            trace: (read_trace(TRACES / f"{name}.jsonl.gz"), capacities)
+            for trace, (name, capacities) in COLUMNS.items()
+        }
+    else:
+        loaded = {
+            "conversation": (generated_trace(1, 12_000, 0.4, 400), COLUMNS["conversation"][1]),
+            "synthetic": (generated_trace(2, 4000, 0.7, 200), COLUMNS["synthetic"][1]),
+            "agent": (generated_trace(3, 2000, 0.96, 30), COLUMNS["agent"][1]),
+        }
+    if is_quick:
+        loaded = {
+            name: (trace[: len(trace) // 4], capacities[:3])
+            for name, (trace, capacities) in loaded.items()
+        }
+    return loaded, is_real
+
+
+class Tier:
+    """The books of one tier, blocks only: chains, pins of what has children, and a policy.
+
+    Mutable state: `_parents` (stored block -> the one before it), `_children` (count per block),
+    the policy, and with `calls` a list of everything that the policy was asked.
+    """
+
+    def __init__(self, policy: EvictionPolicy, capacity: int, calls: list[Call] | None = None):
+        self._policy = policy
+        self._capacity = capacity
+        self._parents: dict[bytes, bytes | None] = {}
+        self._children: dict[bytes, int] = {}
+        self._calls = calls
+
+    def request(self, keys: list[bytes]) -> int:
+        """Serve a request, and return how many of its blocks were there."""
+        found = 0
+        while found < len(keys) and keys[found] in self._parents:
+            found += 1
+        for key in reversed(keys[:found]):
+            self._ask("touch", key)
+        parent = keys[found - 1] if found else None
+        for key in keys[found:]:
+            self._adopt(parent)
+            if len(self._parents) >= self._capacity and not self._evict():
+                self._abandon(parent)
+                break
+            self._ask("insert", key)
+            self._parents[key] = parent
+            parent = key
+        return found
+
+    def _ask(self, call: str, argument: Any) -> Any:
+        if self._calls is not None:
+            self._calls.append((call, argument))
+        return getattr(self._policy, call)(argument)
+
+    def _evict(self) -> bool:
+        victims = self._ask("evict", 1)
+        if victims is None:
+            return False
+        self._abandon(self._parents.pop(victims[0]))
+        return True
+
+    def _adopt(self, parent: bytes | None) -> None:
+        if parent is not None:
+            self._children[parent] = self._children.get(parent, 0) + 1
+            self._ask("pin", parent)
+
+    def _abandon(self, parent: bytes | None) -> None:
+        if parent is None:
+            return
+        self._children[parent] -= 1
+        if not self._children[parent]:
+            del self._children[parent]
+            self._ask("unpin", parent)
+
+
+def hit_rate(trace: Trace, serve: Callable[[list[bytes]], int]) -> float:
+    """Tokens served from the tier, of all tokens asked for."""
+    hit_blocks = sum(serve(keys) for _, keys in trace)
+    return hit_blocks * BLOCK_TOKENS / sum(tokens for tokens, _ in trace)
+
+
+class Belady:
+    """The bound: knows the future, evicts the leaf that is needed last, stores nothing in vain.
+
+    Mutable state: the stored blocks with parent, child count and next use, a heap of leaves by
+    next use whose entries may be out of date, and the number of the request.
+    """
+
+    def __init__(self, trace: Trace, capacity: int) -> None:
+        self._uses: dict[bytes, list[int]] = {}
+        for number in range(len(trace) - 1, -1, -1):
+            for key in trace[number][1]:
+                self._uses.setdefault(key, []).append(number)
+        self._never = len(trace)
+        self._capacity = capacity
+        self._parents: dict[bytes, bytes | None] = {}
+        self._children: dict[bytes, int] = {}
+        self._leaves: list[tuple[int, bytes]] = []
+        self._number = 0
+
+    def request(self, keys: list[bytes]) -> int:
+        """Serve the next request."""
+        found = 0
+        while found < len(keys) and keys[found] in self._parents:
+            found += 1
+        for key in keys:
+            self._uses[key].pop()
+        self._number += 1
+        if found:
+            self._offer(keys[found - 1])
+        parent = keys[found - 1] if found else None
+        for key in keys[found:]:
+            if self._next_use(key) == self._never:
+                break
+            if len(self._parents) >= self._capacity and not self._evict(key, parent):
+                break
+            self._parents[key] = parent
+            if parent is not None:
+                self._children[parent] = self._children.get(parent, 0) + 1
+            self._offer(key)
+            parent = key
+        return found
+
+    def _next_use(self, key: bytes) -> int:
+        uses = self._uses[key]
+        return uses[-1] if uses else self._never
+
+    def _offer(self, key: bytes) -> None:
+        heapq.heappush(self._leaves, (-self._next_use(key), key))
+
+    def _evict(self, newcomer: bytes, parent: bytes | None) -> bool:
+        spared = None
+        while self._leaves:
+            entry = heapq.heappop(self._leaves)
+            use, key = -entry[0], entry[1]
+            if key not in self._parents or key in self._children or use != self._next_use(key):
+                continue
+            if key == parent:
+                spared = entry
+                continue
+            if use <= self._next_use(newcomer):
+                heapq.heappush(self._leaves, entry)
+                break
+            above = self._parents.pop(key)
+            if above is not None:
+                self._children[above] -= 1
+                if not self._children[above]:
+                    del self._children[above]
+                    self._offer(above)
+            if spared is not None:
+                heapq.heappush(self._leaves, spared)
+            return True
+        if spared is not None:
+            heapq.heappush(self._leaves, spared)
+        return False
+
+
+def seconds_per_touch(name: str, trace: Trace, capacity: int) -> float:
+    """Process time of all calls of a replay, divided by its accesses (touches and insertions)."""
+    calls: list[Call] = []
+    tier = Tier(make_policy(name), capacity, calls)
+    for _, keys in trace:
+        tier.request(keys)
+    accesses = sum(call in ("touch", "insert") for call, _ in calls)
+    seconds = []
+    for _ in range(COST_REPETITIONS):
+        policy = make_policy(name)
+        bound = [(getattr(policy, call), argument) for call, argument in calls]
+        began = time.process_time()
+        for call, argument in bound:
+            call(argument)
+        seconds.append(time.process_time() - began)
+    return statistics.median(seconds) / accesses
+
+
+def deep_bytes(value: Any, seen: set[int]) -> int:
+    """Memory of a policy's structures, keys not included: they are the caller's."""
+    if isinstance(value, (bytes, type)) or id(value) in seen:
+        return 0
+    seen.add(id(value))
+    size = sys.getsizeof(value)
+    return size + sum(deep_bytes(part, seen) for part in _parts(value))
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.keys()
+        yield from value.values()
+    elif isinstance(value, (list, tuple, set)):
+        yield from value
+    elif hasattr(value, "__dict__"):
+        yield from vars(value).values()
+
+
+def main() -> None:
+    """Run and print."""
+    arguments = parser(__doc__).parse_args()
+    facts = machine_facts()
+    load = OtherLoad()
+    traces, is_real = load_traces(arguments.quick)
+    candidates = [name for name, policy in POLICIES.items() if policy in CANDIDATES]
+    hits: dict[str, dict[str, float]] = {}
+    costs: dict[str, float] = {}
+    bars: dict[str, dict[str, Any]] = {}
+    ghosts = 0.0
+    for trace_name, (trace, capacities) in traces.items():
+        for capacity in capacities:
+            column = f"{trace_name}_{capacity}"
+            note(f"eviction: {column}")
+            rates = {}
+            for name in POLICIES:
+                policy = make_policy(name)
+                rates[name] = hit_rate(trace, Tier(policy, capacity).request)
+                if name == "AUTO":
+                    trial = vars(policy)["_trial"]
+                    size = deep_bytes(trial, set()) / capacity if trial is not None else 0.0
+                    ghosts = max(ghosts, size)
+            belady = hit_rate(trace, Belady(trace, capacity).request)
+            best = max(candidates, key=rates.__getitem__)
+            hits[column] = {
+                **{name: round(rate, 4) for name, rate in rates.items()},
+                "belady": round(belady, 4),
+                "best_candidate": best,
+                "auto_of_belady": round(rates["AUTO"] / belady, 4),
+                "best_candidate_of_belady": round(rates[best] / belady, 4),
+            }
+            bars[f"auto_of_best_{column}"] = at_least(rates["AUTO"] / rates[best], 0.98)
+            bars[f"auto_of_lru_{column}"] = at_least(rates["AUTO"] / rates["LRU"], 0.99)
+    trace, capacities = traces["conversation"]
+    for name in POLICIES:
+        note(f"eviction: cost of {name}")
+        costs[name] = seconds_per_touch(name, trace, capacities[2]) * 1e6
+        bars[f"us_per_touch_{name}"] = at_most(costs[name], 3.0)
+    figures: Figures = {
+        "traces": "real" if is_real else "generated",
+        "auto_candidates": candidates,
+        "hit": hits,
+        "us_per_touch": {name: round(cost, 3) for name, cost in costs.items()},
+        "auto_ghost_bytes_per_key_at_most": round(ghosts, 1),
+        "cores_used_by_others": round(load.cores(), 2),
+    }
+    statistic = (
+        "hit: tokens of the whole trace; us_per_touch: process time of all calls of the "
+        f"conversation_{capacities[2]} replay per touch and insertion, median of {COST_REPETITIONS}"
+    )
+    emit(arguments, facts=facts, statistic=statistic, figures=figures, bars=bars)
+
+
+if __name__ == "__main__":
+    main()
