@@ -37,7 +37,14 @@ from vllm.v1.kv_cache_interface import (
 from opal_connector.integrations.vllm.layout import block_views
 from opal_connector.integrations.vllm.paged_copy import paged_blocks
 from opal_connector.keys import HASH_BYTES
-from opal_connector.tiers import CPUMemory, Mover, PagedBlocks, allocate_host_rows, execute_job
+from opal_connector.tiers import (
+    CPUMemory,
+    LaneSettings,
+    Mover,
+    PagedBlocks,
+    allocate_host_rows,
+    execute_job,
+)
 from opal_connector.transfers import JobResult, LoadJob, ObjectTransfer, StoreJob
 
 BLOCK_COUNT = 512
@@ -96,7 +103,9 @@ class Bench:
         self.tier = CPUMemory(
             allocate_host_rows(row_count=MOVED_BLOCKS, row_bytes=self.paged.row_bytes)
         )
-        self.mover = Mover([self.tier], self.paged, rank=0, threads=CONCURRENCY)
+        self.mover = Mover(
+            [self.tier], self.paged, rank=0, lanes=[LaneSettings(threads=CONCURRENCY)]
+        )
         self.moved_bytes = MOVED_BLOCKS * self.paged.row_bytes
         self.source = np.ones(self.moved_bytes, dtype=np.uint8)
         self.target = np.zeros(self.moved_bytes, dtype=np.uint8)

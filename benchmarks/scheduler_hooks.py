@@ -98,7 +98,7 @@ class Engine:
             rank=0,
             block_count=block_count,
             row_bytes=ROW_BYTES,
-            tier_rows={"CPUMemory": (chunk_count + own_chunks) * self.chunk_blocks},
+            tier_bytes={"CPUMemory": (chunk_count + own_chunks) * self.chunk_blocks * ROW_BYTES},
             kv_layout="LBHNC",
             attention_backend="CPU_ATTN",
             cpu_isa="amx",

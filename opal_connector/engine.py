@@ -26,17 +26,23 @@ from opal_connector.managers import (
     LookupResult,
     LookupState,
     OpalRequest,
+    Space,
     build_manager,
     object_key,
+    tier_space,
 )
 from opal_connector.tiers import (
     CPUMemory,
+    InlineMover,
+    Job,
     OpalMemoryObj,
     PagedBlocks,
-    TierStore,
+    Tier,
     allocate_host_rows,
-    execute_job,
+    file_bytes,
+    make_file_tier,
 )
+from opal_connector.transfers import JobResult
 
 logger = logging.getLogger(__name__)
 
@@ -72,26 +78,29 @@ class OpalKVCacheEngine:
             block_bytes=paged.row_bytes,
             warn=logger.warning,
         )
-        tier_rows: dict[str, int] = {}
-        self._tiers: list[TierStore] = []
+        spaces: dict[str, Space] = {}
+        self._tiers: list[Tier] = []
         for name in config.kvc_tiers:
-            capacity = config.tier(name).capacity_GB
-            capacity_bytes = (
-                _DEFAULT_CAPACITY_BYTES if capacity is None else parse_size_bytes(capacity)
-            )
-            tier_rows[name] = capacity_bytes // paged.row_bytes
-            self._tiers.append(
-                CPUMemory(allocate_host_rows(row_count=tier_rows[name], row_bytes=paged.row_bytes))
+            tier, capacity_bytes = _make_tier(config, name, row_bytes=paged.row_bytes, rank=rank)
+            self._tiers.append(tier)
+            spaces[name] = tier_space(
+                config,
+                name,
+                capacity_bytes=capacity_bytes,
+                row_bytes=paged.row_bytes,
+                file_bytes=file_bytes,
             )
         self.manager = build_manager(
             config,
             kind="full_attention",
             block_tokens=metadata.block_tokens,
             chunk_blocks=chunk_blocks,
-            row_bytes=paged.row_bytes,
-            tier_rows=tier_rows,
+            spaces=spaces,
             log=EventLog(enabled=with_events),
         )
+        self._mover = InlineMover(self._tiers, paged, rank=rank)
+        for page in self._mover.open(metadata.namespace):
+            self.manager.adopt(page)
 
     def __enter__(self) -> Self:
         return self
@@ -144,8 +153,7 @@ class OpalKVCacheEngine:
         if result.state is LookupState.HIT:
             destinations = block_ids[first : first + result.block_count]
             job = self.manager.plan_load(request, destinations)
-            outcome = execute_job(job, tiers=self._tiers, paged=self._paged, rank=self._rank)
-            self.manager.commit(outcome)
+            outcome = self._run(job)
             loaded = sum(
                 len(item.block_ids)
                 for position, item in enumerate(job.objects)
@@ -176,9 +184,7 @@ class OpalKVCacheEngine:
             tokens=tokens,
         )
         if job is not None:
-            self.manager.commit(
-                execute_job(job, tiers=self._tiers, paged=self._paged, rank=self._rank)
-            )
+            self._run(job)
         self._end(request)
         return request.stored_tokens
 
@@ -202,11 +208,27 @@ class OpalKVCacheEngine:
     def clear(self) -> None:
         """Empty every tier."""
         self.manager.reset()
+        self._keep_up()
 
     def close(self) -> None:
         """Give up the tiers. No call follows."""
         for tier in self._tiers:
             tier.close()
+
+    def _run(self, job: Job) -> JobResult:
+        results = self._mover.run(job)
+        for result in results:
+            self.manager.commit(result)
+        return results[0]
+
+    def _keep_up(self) -> None:
+        """Do what is due between the tiers, until nothing is."""
+        while self.manager.wants_upkeep:
+            batch = self.manager.plan_upkeep()
+            jobs: list[Job] = [*batch.drops, *batch.copies]
+            for job in jobs:
+                self._run(job)
+            self._mover.touch(batch.touches)
 
     def _request(self, tokens: Sequence[int], identity: RequestIdentity | None) -> OpalRequest:
         request = self.manager.new_request(f"engine-{next(self._request_ids)}", identity)
@@ -229,5 +251,17 @@ class OpalKVCacheEngine:
 
     def _end(self, request: OpalRequest) -> None:
         self.manager.end_request(request)
+        self._keep_up()
         with self._committed:
             self._committed.notify_all()
+
+
+def _make_tier(config: OpalConfig, name: str, *, row_bytes: int, rank: int) -> tuple[Tier, int]:
+    """A tier and its capacity in bytes."""
+    settings = config.file_tier(name)
+    if settings is not None:
+        return make_file_tier(settings, row_bytes=row_bytes, rank=rank)
+    capacity = config.tier(name).capacity_GB
+    capacity_bytes = _DEFAULT_CAPACITY_BYTES if capacity is None else parse_size_bytes(capacity)
+    rows = allocate_host_rows(row_count=capacity_bytes // row_bytes, row_bytes=row_bytes)
+    return CPUMemory(rows), capacity_bytes

@@ -60,10 +60,15 @@ class Delete(_Event, frozen=True, gc=False, array_like=True, tag=int(KVCEventTyp
 
 
 class Move(_Event, frozen=True, gc=False, array_like=True, tag=int(KVCEventType.MOVE)):
-    """The copy in `source_tier` became one in `target_tier`."""
+    """The copy in `source_tier` became one in `target_tier`.
+
+    `fact.shared_blocks` is about the target; in the source others still hold the first
+    `source_shared_blocks`.
+    """
 
     source_tier: str
     target_tier: str
+    source_shared_blocks: int = 0
 
 
 class Copy(_Event, frozen=True, gc=False, array_like=True, tag=int(KVCEventType.COPY)):

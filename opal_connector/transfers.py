@@ -101,11 +101,17 @@ class CopyJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class DropJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Objects to delete from the files of a tier."""
+    """Objects to delete from the files of a tier.
+
+    `object_count` objects of the books stand for it. With `is_wipe` it names none and deletes
+    everything of the namespace.
+    """
 
     job_id: int
     tier: int
     names: tuple[ObjectName, ...]
+    is_wipe: bool = False
+    object_count: int = 0
 
 
 class JobResult(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -160,7 +160,7 @@ def make_manager(
         [
             OpalStorageBackend(
                 tier=name,
-                pool=TierPool(capacity_rows=count, row_bytes=ROW_BYTES),
+                space=TierPool(capacity_rows=count, row_bytes=ROW_BYTES),
                 policy=LRUPolicy(),
                 log=log,
                 eviction_threshold=eviction_threshold,

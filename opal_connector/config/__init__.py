@@ -4,6 +4,9 @@ from opal_connector.config.load import ConfigError, load_config
 from opal_connector.config.schema import (
     TIER_NAMES,
     CPUMemoryConfig,
+    DistributedFSConfig,
+    FileTierConfig,
+    LocalNVMeConfig,
     OpalConfig,
     TierConfig,
 )
@@ -13,6 +16,9 @@ __all__ = [
     "TIER_NAMES",
     "CPUMemoryConfig",
     "ConfigError",
+    "DistributedFSConfig",
+    "FileTierConfig",
+    "LocalNVMeConfig",
     "OpalConfig",
     "TierConfig",
     "chunk_blocks_for",

@@ -8,7 +8,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 import yaml
 
-from opal_connector.config.schema import TIER_NAMES, OpalConfig, TierConfig
+from opal_connector.config.schema import (
+    TIER_NAMES,
+    DistributedFSConfig,
+    FileTierConfig,
+    LocalNVMeConfig,
+    OpalConfig,
+    TierConfig,
+)
 from opal_connector.config.sizes import parse_size_bytes
 
 _FILE_FIELD = "opal_config"
@@ -136,21 +143,58 @@ def _check(config: OpalConfig) -> None:
         raise ConfigError("weights_id: found '', allowed: any other text, or leave it out")
     for name in TIER_NAMES:
         _check_tier(name, config.tier(name))
+        file_tier = config.file_tier(name)
+        if file_tier is not None:
+            _check_file_tier(name, file_tier, is_used=name in config.kvc_tiers)
 
 
 def _check_tier(name: str, tier: TierConfig) -> None:
     if tier.capacity_GB is not None:
-        try:
-            parse_size_bytes(tier.capacity_GB)
-        except (ValueError, OverflowError):
-            raise ConfigError(
-                f"{name}.capacity_GB: found {tier.capacity_GB!r}, "
-                "allowed: GiB as a positive number, or a size such as '512MiB'"
-            ) from None
-    if not 0 < tier.eviction_threshold <= 1:
+        _check_size(f"{name}.capacity_GB", tier.capacity_GB)
+    threshold = 1.0 if tier.eviction_threshold is None else tier.eviction_threshold
+    if not 0 < threshold <= 1:
         raise ConfigError(
-            f"{name}.eviction_threshold: found {tier.eviction_threshold}, "
-            "allowed: above 0, at most 1"
+            f"{name}.eviction_threshold: found {threshold}, allowed: above 0, at most 1"
+        )
+    if tier.eviction_target is not None and not 0 < tier.eviction_target <= threshold:
+        raise ConfigError(
+            f"{name}.eviction_target: found {tier.eviction_target}, "
+            f"allowed: above 0, at most eviction_threshold ({threshold})"
+        )
+    if tier.ttl_seconds is not None and not tier.ttl_seconds > 0:
+        raise ConfigError(
+            f"{name}.ttl_seconds: found {tier.ttl_seconds}, allowed: above 0, or leave it out"
         )
     if not 1 <= tier.concurrency <= 64:
         raise ConfigError(f"{name}.concurrency: found {tier.concurrency}, allowed: 1 to 64")
+
+
+def _check_file_tier(name: str, tier: FileTierConfig, *, is_used: bool) -> None:
+    if is_used and not tier.path:
+        raise ConfigError(f"{name}.path: found {tier.path!r}, allowed: the path of a directory")
+    if not 0.1 <= tier.timeout_seconds <= 600:
+        raise ConfigError(
+            f"{name}.timeout_seconds: found {tier.timeout_seconds}, allowed: 0.1 to 600"
+        )
+    if isinstance(tier, LocalNVMeConfig) and tier.reserve_GB != 0:
+        _check_size(f"{name}.reserve_GB", tier.reserve_GB)
+    if isinstance(tier, DistributedFSConfig):
+        if not 0 <= tier.lookup_timeout_seconds <= 5:
+            raise ConfigError(
+                f"{name}.lookup_timeout_seconds: found {tier.lookup_timeout_seconds}, "
+                "allowed: 0 to 5"
+            )
+        if not 0.1 <= tier.refresh_seconds <= 3600:
+            raise ConfigError(
+                f"{name}.refresh_seconds: found {tier.refresh_seconds}, allowed: 0.1 to 3600"
+            )
+
+
+def _check_size(field: str, value: float | str) -> None:
+    try:
+        parse_size_bytes(value)
+    except (ValueError, OverflowError):
+        raise ConfigError(
+            f"{field}: found {value!r}, "
+            "allowed: GiB as a positive number, or a size such as '512MiB'"
+        ) from None

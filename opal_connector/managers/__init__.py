@@ -1,6 +1,6 @@
 """The books: what is where, what may leave, what is promised to whom. Never any I/O."""
 
-from opal_connector.managers.build import build_manager
+from opal_connector.managers.build import build_manager, tier_space
 from opal_connector.managers.coordinator import (
     HitPlan,
     NoPrefixCache,
@@ -9,7 +9,9 @@ from opal_connector.managers.coordinator import (
 )
 from opal_connector.managers.lookups import LookupResult, LookupState
 from opal_connector.managers.manager import OpalKVCacheManager
+from opal_connector.managers.placement import TierRules
 from opal_connector.managers.records import ObjectRecord, ObjectSpec, ObjectState, object_key
+from opal_connector.managers.refusals import Refusal
 from opal_connector.managers.request import OpalRequest
 from opal_connector.managers.single_type import (
     SINGLE_TYPE_MANAGERS,
@@ -17,12 +19,13 @@ from opal_connector.managers.single_type import (
     Segment,
     SingleTypeManager,
 )
-from opal_connector.managers.storage_backend import OpalStorageBackend, Refusal
+from opal_connector.managers.storage_backend import OpalStorageBackend
 from opal_connector.managers.storage_manager import OpalStorageManager
-from opal_connector.managers.tier_pool import TierPool
+from opal_connector.managers.tier_pool import FileSpace, Space, TierPool
 
 __all__ = [
     "SINGLE_TYPE_MANAGERS",
+    "FileSpace",
     "FullAttentionManager",
     "HitPlan",
     "LookupResult",
@@ -39,8 +42,11 @@ __all__ = [
     "Refusal",
     "Segment",
     "SingleTypeManager",
+    "Space",
     "TierPool",
+    "TierRules",
     "Unitary",
     "build_manager",
     "object_key",
+    "tier_space",
 ]

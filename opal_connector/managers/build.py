@@ -1,6 +1,6 @@
 """From a configuration and the sizes of the tiers to a manager: the only place that wires books."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from opal_connector.config import OpalConfig
 from opal_connector.events import EventLog
@@ -8,10 +8,13 @@ from opal_connector.eviction import make_policy
 from opal_connector.keys import OpalTokenDatabase
 from opal_connector.managers.coordinator import Unitary
 from opal_connector.managers.manager import OpalKVCacheManager
+from opal_connector.managers.placement import TierRules
 from opal_connector.managers.single_type import SINGLE_TYPE_MANAGERS
 from opal_connector.managers.storage_backend import OpalStorageBackend
 from opal_connector.managers.storage_manager import OpalStorageManager
-from opal_connector.managers.tier_pool import TierPool
+from opal_connector.managers.tier_pool import FileSpace, Space, TierPool
+
+_THRESHOLD_AHEAD = 0.95  # where room is made in the background, before it is needed
 
 
 def build_manager(
@@ -20,25 +23,35 @@ def build_manager(
     kind: str,
     block_tokens: int,
     chunk_blocks: int,
-    row_bytes: int,
-    tier_rows: Mapping[str, int],
+    spaces: Mapping[str, Space],
     log: EventLog,
     ranks: int = 1,
 ) -> OpalKVCacheManager:
     """The books for one kv group of `kind` (a key of `SINGLE_TYPE_MANAGERS`).
 
-    `tier_rows` maps every configured tier to the rows of `row_bytes` bytes that it has.
+    `spaces` maps every configured tier to its room, as `tier_space` makes it.
     """
-    tiers = [
-        OpalStorageBackend(
-            tier=name,
-            pool=TierPool(capacity_rows=tier_rows[name], row_bytes=row_bytes),
-            policy=make_policy(config.tier(name).eviction_policy),
-            log=log,
-            eviction_threshold=config.tier(name).eviction_threshold,
+    rules = [_rules(config, name) for name in config.kvc_tiers]
+    tiers = []
+    for place, name in enumerate(config.kvc_tiers):
+        settings = config.tier(name)
+        evicts_ahead = config.file_tier(name) is not None or any(
+            rule.write == "demote" for rule in rules[place + 1 :]
         )
-        for name in config.kvc_tiers
-    ]
+        threshold = settings.eviction_threshold
+        if threshold is None:
+            threshold = _THRESHOLD_AHEAD if evicts_ahead else 1.0
+        tiers.append(
+            OpalStorageBackend(
+                tier=name,
+                space=spaces[name],
+                policy=make_policy(settings.eviction_policy),
+                log=log,
+                eviction_threshold=threshold,
+                eviction_target=settings.eviction_target,
+                evicts_ahead=evicts_ahead,
+            )
+        )
     storage = OpalStorageManager(tiers, log)
     group = SINGLE_TYPE_MANAGERS[kind](
         group=0, chunk_blocks=chunk_blocks, save_unfull_chunk=config.save_unfull_chunk
@@ -51,5 +64,29 @@ def build_manager(
         ),
         storage=storage,
         coordinator=Unitary(storage, [group]),
+        rules=rules,
         ranks=ranks,
+    )
+
+
+def _rules(config: OpalConfig, name: str) -> TierRules:
+    settings = config.file_tier(name)
+    if settings is None:
+        return TierRules(write="off", admission="always")
+    return TierRules(write=settings.write, admission=settings.admission)
+
+
+def tier_space(
+    config: OpalConfig,
+    name: str,
+    *,
+    capacity_bytes: int,
+    row_bytes: int,
+    file_bytes: Callable[[int, int], int],
+) -> Space:
+    """The room of a configured tier; `file_bytes(blocks, row_bytes)` is the size of a file."""
+    if config.file_tier(name) is None:
+        return TierPool(capacity_rows=capacity_bytes // row_bytes, row_bytes=row_bytes)
+    return FileSpace(
+        capacity_bytes=capacity_bytes, file_bytes=lambda blocks: file_bytes(blocks, row_bytes)
     )

@@ -1,5 +1,6 @@
 """Jobs that were planned and have not been answered by every rank."""
 
+from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 
 from opal_connector.managers.records import ObjectRecord
@@ -8,14 +9,16 @@ from opal_connector.transfers import FailureKind, JobResult
 
 
 class JobKind(Enum):
-    """Which way the bytes go."""
+    """What a job does."""
 
     LOAD = auto()
     STORE = auto()
+    COPY = auto()
+    DROP = auto()
 
 
 class PlannedObject:
-    """One object of a job: where it is, and what to say about it when the job ends.
+    """One object of a load or a store: where it is, and what to say about it when the job ends.
 
     Attributes:
         tier: The tier's place in the order.
@@ -37,8 +40,53 @@ class PlannedObject:
         self.token_ids: tuple[int, ...] = ()
 
 
+class PlannedCopy:
+    """One object on its way from tier to tier.
+
+    Attributes:
+        source_tier: Where it is read.
+        source: Its entry there, promised to this copy; None where a load's promise covers it.
+        target_tier: Where it is written.
+        target: Its entry there.
+        is_move: Whether the source gives it up in the end.
+    """
+
+    __slots__ = ("is_move", "source", "source_tier", "target", "target_tier")
+
+    def __init__(
+        self,
+        *,
+        source_tier: int,
+        source: ObjectRecord | None,
+        target_tier: int,
+        target: ObjectRecord,
+        is_move: bool = False,
+    ) -> None:
+        self.source_tier = source_tier
+        self.source = source
+        self.target_tier = target_tier
+        self.target = target
+        self.is_move = is_move
+
+
+class PlannedDrop:
+    """One file to be deleted."""
+
+    __slots__ = ("record", "tier")
+
+    def __init__(self, *, tier: int, record: ObjectRecord) -> None:
+        self.tier = tier
+        self.record = record
+
+
+Planned = PlannedObject | PlannedCopy | PlannedDrop
+
+
 class OpenJob:
-    """A job in motion. Mutable state: the ranks that still owe an answer and what failed so far."""
+    """A job in motion; an object that is None was not asked for.
+
+    Mutable state: the ranks that still owe an answer and what failed so far.
+    """
 
     __slots__ = ("failed", "job_id", "kind", "objects", "ranks_left", "request")
 
@@ -46,8 +94,8 @@ class OpenJob:
         self,
         job_id: int,
         kind: JobKind,
-        request: OpalRequest,
-        objects: list[PlannedObject],
+        request: OpalRequest | None,
+        objects: Sequence[Planned | None],
         ranks: int,
     ) -> None:
         self.job_id = job_id
@@ -65,3 +113,38 @@ class OpenJob:
                 self.failed[position] = kind
         self.ranks_left -= 1
         return self.ranks_left == 0
+
+
+class JobTable:
+    """All jobs that some rank has not answered.
+
+    Mutable state: the jobs and the next number; guarded by the lock of `OpalKVCacheManager`.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._next_job_id = 0
+        self._jobs: dict[int, OpenJob] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[OpenJob]:
+        return iter(self._jobs.values())
+
+    def open(
+        self, kind: JobKind, request: OpalRequest | None, objects: Sequence[Planned | None]
+    ) -> int:
+        """Number a new job."""
+        self._next_job_id += 1
+        job = OpenJob(self._next_job_id, kind, request, objects, self._ranks)
+        self._jobs[job.job_id] = job
+        return job.job_id
+
+    def get(self, job_id: int) -> OpenJob | None:
+        """The job of that number, if some rank owes its answer."""
+        return self._jobs.get(job_id)
+
+    def close(self, job: OpenJob) -> None:
+        """Every rank has answered."""
+        del self._jobs[job.job_id]

@@ -5,31 +5,37 @@ Three verbs change state. plan_* decides and promises rows; the caller executes 
 """
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 
 from opal_connector.events import KVCEvent
 from opal_connector.keys import OpalTokenDatabase, RequestIdentity
+from opal_connector.managers.audit import audit_leases
 from opal_connector.managers.coordinator import OpalKVCacheCoordinator
 from opal_connector.managers.counters import BookCounters, add
-from opal_connector.managers.jobs import JobKind, OpenJob, PlannedObject
+from opal_connector.managers.jobs import JobKind, JobTable, OpenJob, PlannedCopy, PlannedObject
+from opal_connector.managers.leases import Leases
 from opal_connector.managers.lookups import MISS, WAIT, LookupResult, LookupState
+from opal_connector.managers.placement import Placement, TierRules
 from opal_connector.managers.planning import (
     StoreDraft,
-    before_any_load,
     draft_load,
     draft_store,
 )
-from opal_connector.managers.request import Lease, OpalRequest, block_count
+from opal_connector.managers.refusals import Refusal
+from opal_connector.managers.request import OpalRequest, block_count
+from opal_connector.managers.settlement import Settlement
 from opal_connector.managers.single_type import Segment
-from opal_connector.managers.storage_backend import Refusal
 from opal_connector.managers.storage_manager import OpalStorageManager
-from opal_connector.transfers import FailureKind, JobResult, LoadJob, StoreJob
-
-LEASE_SECONDS = 60.0
-WAIT_SECONDS = 1.0  # how long a lookup may answer "ask again" for what another one moves
-
-
-_NOT_A_FAULT = frozenset({FailureKind.AFTER_FAILURE, FailureKind.MISSING})
+from opal_connector.managers.upkeep import Upkeep
+from opal_connector.transfers import (
+    InventoryPage,
+    JobBatch,
+    JobResult,
+    LoadJob,
+    StoreJob,
+    TierHealth,
+)
 
 
 class OpalKVCacheManager:
@@ -45,22 +51,33 @@ class OpalKVCacheManager:
         database: OpalTokenDatabase,
         storage: OpalStorageManager,
         coordinator: OpalKVCacheCoordinator,
+        rules: Sequence[TierRules] = (),
         ranks: int = 1,
     ) -> None:
         self.database = database
         self.storage = storage
         self.tier_names = tuple(tier.tier for tier in storage.tiers)
         self._coordinator = coordinator
-        self._ranks = ranks
         self._lock = threading.Lock()
         self._version = 0
-        self._next_job_id = 0
-        self._jobs: dict[int, OpenJob] = {}
-        self._leased: dict[int, OpalRequest] = {}  # by identity: an id may come again
+        self._looked_at_version = -1
+        self._jobs = JobTable(ranks)
+        self._leases = Leases(storage, coordinator)
         self._counters = BookCounters()
+        self._placement = Placement(
+            storage, rules or [TierRules()] * len(storage.tiers), self._counters
+        )
+        self._settlement = Settlement(
+            storage,
+            self._placement,
+            self._counters,
+            chunk_blocks=database.chunk_blocks,
+            block_tokens=database.block_tokens,
+        )
+        self._upkeep = Upkeep(storage, self._placement, self._jobs, ranks)
 
     def __repr__(self) -> str:
-        counts = f"{len(self._jobs)} jobs, {len(self._leased)} leases"
+        counts = f"{len(self._jobs)} jobs, {len(self._leases)} leases"
         return f"<OpalKVCacheManager {counts}, {self.storage!r}>"
 
     def new_request(
@@ -85,13 +102,9 @@ class OpalKVCacheManager:
         """
         max_blocks = min(max_blocks, len(request.chain.hashes))
         with self._lock:
-            lease = request.lease
-            asked = (self._version, computed_blocks, max_blocks)
-            if lease is None or lease.asked != asked:
-                lease = self._walk(request, asked, now)
-                if lease is None:
-                    return WAIT
-            lease.deadline = now + LEASE_SECONDS
+            lease = self._leases.answer(request, (self._version, computed_blocks, max_blocks), now)
+            if lease is None:
+                return WAIT
             if not lease.segments:
                 return MISS
             return LookupResult(
@@ -101,19 +114,12 @@ class OpalKVCacheManager:
     def release(self, request: OpalRequest) -> None:
         """End the promise of a lookup that no load will follow."""
         with self._lock:
-            self._release(request)
+            self._leases.release(request)
 
     def expire(self, now: float) -> int:
         """End leases past their deadline; returns how many there were."""
         with self._lock:
-            late = [
-                request
-                for request in self._leased.values()
-                if request.lease is not None and request.lease.deadline < now
-            ]
-            for request in late:
-                self._release(request)
-            return len(late)
+            return self._leases.expire(now)
 
     # ---- plan ----
 
@@ -131,7 +137,7 @@ class OpalKVCacheManager:
                 self.storage,
                 self.database.block_tokens,
             )
-            self._release(request)
+            self._leases.release(request)
             self._version += bool(draft.planned)  # whoever else was promised these must wait
             request.waiting_since = None
             for item in draft.planned:
@@ -139,11 +145,13 @@ class OpalKVCacheManager:
             for item in reversed(draft.planned):
                 self.storage.tiers[item.tier].touch([item.record.key])
             covered = sum(len(transfer.block_ids) for transfer in draft.transfers)
+            kept = [draft.kept.get(position) for position in range(len(draft.planned))]
             return LoadJob(
-                self._open(JobKind.LOAD, request, draft.planned),
+                self._jobs.open(JobKind.LOAD, request, draft.planned),
                 request.request_id,
                 tuple(draft.transfers),
                 tuple(block_ids[covered:]),
+                self._jobs.open(JobKind.COPY, None, kept) if draft.kept else 0,
             )
 
     def plan_store(
@@ -191,8 +199,20 @@ class OpalKVCacheManager:
                     item.token_ids = tuple(tokens[start:stop])
             self._version += 1
             return StoreJob(
-                self._open(JobKind.STORE, request, draft.planned), tuple(draft.transfers)
+                self._jobs.open(JobKind.STORE, request, draft.planned), tuple(draft.transfers)
             )
+
+    def plan_upkeep(self) -> JobBatch:
+        """Copies, moves and deletions that are due, and uses that must survive a restart.
+
+        Cheap when nothing is due. To be called once a step.
+        """
+        with self._lock:
+            batch = self._upkeep.plan()
+            if batch:
+                self._version += 1
+            self._looked_at_version = self._version
+            return batch
 
     # ---- commit ----
 
@@ -202,33 +222,33 @@ class OpalKVCacheManager:
             job = self._jobs.get(result.job_id)
             if job is None:
                 return None
-            bytes_moved = (
-                (self._counters.load_bytes, self._counters.load_seconds)
-                if job.kind is JobKind.LOAD
-                else (self._counters.store_bytes, self._counters.store_seconds)
-            )
-            for place, (moved_bytes, seconds) in result.moved.items():
-                add(bytes_moved[0], self.tier_names[place], moved_bytes)
-                add(bytes_moved[1], self.tier_names[place], seconds)
+            self._count_moved(job, result)
             if not job.answer(result):
                 return None
-            del self._jobs[job.job_id]
+            self._jobs.close(job)
             self._version += 1
-            for position, item in enumerate(job.objects):
-                failure = job.failed.get(position)
-                if failure is not None:
-                    add(self._counters.failures, failure.value, 1)
-                if job.kind is JobKind.LOAD:
-                    self._end_load(job.request, item, failure)
-                else:
-                    self._end_store(job.request, item, failure)
+            self._settlement.settle(job)
             return job
+
+    def adopt(self, page: InventoryPage) -> None:
+        """Enter objects that a tier had before this process; the last page opens the tier."""
+        with self._lock:
+            self._upkeep.adopt(page)
+            self._version += 1
+
+    def report_health(self, rank: int, health: Sequence[TierHealth]) -> None:
+        """Take note of what the tiers of a rank can do now, by place."""
+        with self._lock:
+            self._upkeep.report_health(rank, health)
+            self._version += 1
 
     def end_request(self, request: OpalRequest) -> None:
         """Give back what the request was promised and record its use of the chain."""
         with self._lock:
-            self._release(request)
-            self.storage.touch(self._coordinator.chain_keys(request.chain.hashes))
+            self._leases.release(request)
+            keys = self._coordinator.chain_keys(request.chain.hashes)
+            self.storage.touch(keys)
+            self._upkeep.used(keys)
 
     def count_admission(self, hit_tokens: dict[str, int], queried_tokens: int) -> None:
         """Count a lookup once, when the host has acted on it."""
@@ -238,9 +258,10 @@ class OpalKVCacheManager:
     def reset(self) -> None:
         """Empty every tier. Loads in motion finish; stores in motion end in nothing."""
         with self._lock:
-            for request in list(self._leased.values()):
-                self._release(request)
+            self._leases.release_all()
             self.storage.clear()
+            self._placement.clear()
+            self._upkeep.wipe()
             self._version += 1
 
     # ---- reports ----
@@ -251,9 +272,15 @@ class OpalKVCacheManager:
         return len(self._jobs)
 
     @property
+    def wants_upkeep(self) -> bool:
+        """Whether `plan_upkeep` has something to do."""
+        # What could not be done is not tried again before something has changed.
+        return self._version != self._looked_at_version and self._upkeep.is_due
+
+    @property
     def lease_count(self) -> int:
         """Requests that hold a promise."""
-        return len(self._leased)
+        return len(self._leases)
 
     def take_events(self) -> list[KVCEvent]:
         """Events since the last call, in order."""
@@ -277,26 +304,31 @@ class OpalKVCacheManager:
         """
         with self._lock:
             self.storage.check()
-            leases: dict[int, int] = {}
-            for request in self._leased.values():
-                assert request.lease is not None
-                for segment in request.lease.segments:
-                    leases[id(segment.record)] = leases.get(id(segment.record), 0) + 1
-            for job in self._jobs.values():
-                if job.kind is JobKind.LOAD:
-                    for item in job.objects:
-                        leases[id(item.record)] = leases.get(id(item.record), 0) + 1
+            held = [segment.record for segment in self._leases.segments()]
+            copies: list[PlannedCopy] = []
+            for job in self._jobs:
+                for item in job.objects:
+                    if isinstance(item, PlannedObject) and job.kind is JobKind.LOAD:
+                        held.append(item.record)
+                    elif isinstance(item, PlannedCopy):
+                        copies.append(item)
+            held += [item.source for item in copies if item.source is not None]
+            leases = Counter(id(record) for record in held)
             for tier in self.storage.tiers:
-                tier.check_leases(leases)
+                audit_leases(tier, leases)
+            self._placement.check(copies)
 
     # ---- inside; the lock is held ----
 
-    def _open(self, kind: JobKind, request: OpalRequest, objects: list[PlannedObject]) -> int:
-        self._next_job_id += 1
-        self._jobs[self._next_job_id] = OpenJob(
-            self._next_job_id, kind, request, objects, self._ranks
-        )
-        return self._next_job_id
+    def _count_moved(self, job: OpenJob, result: JobResult) -> None:
+        counters = self._counters
+        if job.kind is JobKind.LOAD:
+            counts, seconds_spent = counters.load_bytes, counters.load_seconds
+        else:
+            counts, seconds_spent = counters.store_bytes, counters.store_seconds
+        for place, (moved_bytes, seconds) in result.moved.items():
+            add(counts, self.tier_names[place], moved_bytes)
+            add(seconds_spent, self.tier_names[place], seconds)
 
     def _draft_store(
         self,
@@ -321,46 +353,6 @@ class OpalKVCacheManager:
             max_blocks=full_blocks if max_blocks is None else max_blocks,
         )
 
-    def _walk(self, request: OpalRequest, asked: tuple[int, int, int], now: float) -> Lease | None:
-        """Lease what there is now; None to wait for what another request moves.
-
-        A lease on the same question is continued from its end: what it holds cannot have left.
-        """
-        _, computed_blocks, max_blocks = asked
-        old = request.lease
-        kept = old.segments if old is not None and old.still_answers(asked) else ()
-        plan = self._coordinator.find_hit(
-            request.chain.hashes,
-            computed_blocks=computed_blocks + block_count(kept),
-            max_blocks=max_blocks,
-        )
-        found = before_any_load(plan)
-        moving = plan.is_waiting or len(found) < len(plan.segments)
-        if moving and self._may_wait(request, now):
-            self._release(request)
-            return None
-        for segment in (*kept, *found):
-            self.storage.tiers[segment.tier].pin(segment.record)
-        self._release(request)
-        request.lease = Lease(
-            asked=asked, computed_blocks=computed_blocks, segments=(*kept, *found)
-        )
-        self._leased[id(request)] = request
-        return request.lease
-
-    def _may_wait(self, request: OpalRequest, now: float) -> bool:
-        if request.waiting_since is None:
-            request.waiting_since = now
-        return now - request.waiting_since < WAIT_SECONDS
-
-    def _release(self, request: OpalRequest) -> None:
-        lease, request.lease = request.lease, None
-        if lease is None:
-            return
-        del self._leased[id(request)]
-        for segment in lease.segments:
-            self.storage.tiers[segment.tier].unpin(segment.record)
-
     def _tier_tokens(self, segments: Sequence[Segment]) -> dict[str, int]:
         tokens: dict[str, int] = {}
         for segment in segments:
@@ -370,30 +362,3 @@ class OpalKVCacheManager:
                 segment.block_count * self.database.block_tokens,
             )
         return tokens
-
-    def _end_load(
-        self, request: OpalRequest, item: PlannedObject, failure: FailureKind | None
-    ) -> None:
-        tier = self.storage.tiers[item.tier]
-        if failure is not None:
-            add(request.hit_tokens, tier.tier, -item.tokens)
-            if failure not in _NOT_A_FAULT:
-                tier.quarantine(item.record)
-        tier.unpin(item.record, loading=True)
-
-    def _end_store(
-        self, request: OpalRequest, item: PlannedObject, failure: FailureKind | None
-    ) -> None:
-        tier = self.storage.tiers[item.tier]
-        stored = tier.commit(
-            item.record,
-            stored=failure is None,
-            token_ids=item.token_ids,
-            lora_name=request.lora_name,
-        )
-        if not stored and failure is not None:
-            # The next plan tries this chunk again; a failed key is never "present".
-            chunk = item.first_block // self.database.chunk_blocks
-            request.next_chunk = min(request.next_chunk, chunk)
-            stored_tokens = item.first_block * self.database.block_tokens
-            request.stored_tokens = min(request.stored_tokens, stored_tokens)

@@ -4,24 +4,31 @@ from collections.abc import Sequence
 
 from opal_connector.keys import HASH_BYTES
 from opal_connector.managers.coordinator import HitPlan
-from opal_connector.managers.jobs import PlannedObject
+from opal_connector.managers.jobs import PlannedCopy, PlannedObject
 from opal_connector.managers.records import ObjectRecord, ObjectSpec
+from opal_connector.managers.refusals import Refusal
 from opal_connector.managers.single_type import Segment
-from opal_connector.managers.storage_backend import Refusal
 from opal_connector.managers.storage_manager import OpalStorageManager
-from opal_connector.transfers import ObjectTransfer
+from opal_connector.transfers import ObjectName, ObjectTransfer
 
 IN_FLIGHT = "in_flight"  # so many blocks are being stored that the rest has to wait
 
 
 class JobDraft:
-    """The objects of a job being planned: what the worker gets, and what the books keep."""
+    """The objects of a job being planned: what the worker gets, and what the books keep.
 
-    __slots__ = ("planned", "transfers")
+    Attributes:
+        transfers: For the worker.
+        planned: For the books, at the same positions.
+        kept: Copies that a load leaves in the first tier.
+    """
+
+    __slots__ = ("kept", "planned", "transfers")
 
     def __init__(self) -> None:
         self.transfers: list[ObjectTransfer] = []
         self.planned: list[PlannedObject] = []
+        self.kept: dict[int, PlannedCopy] = {}
 
 
 class StoreDraft(JobDraft):
@@ -56,7 +63,11 @@ def draft_load(
     storage: OpalStorageManager,
     block_tokens: int,
 ) -> JobDraft:
-    """Fill `block_ids` from `segments`, in order, as far as they reach; pins what it uses."""
+    """Fill `block_ids` from `segments`, in order, as far as they reach; pins what it uses.
+
+    What comes from files is kept in the first tier where that has room, unless the load needs only
+    a small part of it.
+    """
     draft = JobDraft()
     covered = 0
     for segment in segments:
@@ -64,11 +75,15 @@ def draft_load(
         if count <= 0:
             break
         destinations = tuple(block_ids[covered : covered + count])
-        draft.transfers.append(_load_transfer(segment, count, destinations))
+        storage.tiers[segment.tier].pin(segment.record, loading=True)
+        kept = _keep(segment, count, storage)
+        if kept is not None:
+            draft.kept[len(draft.planned)] = kept
+        transfer = _load_transfer(segment, count, destinations, storage, kept)
+        draft.transfers.append(transfer)
         draft.planned.append(
             PlannedObject(tier=segment.tier, record=segment.record, tokens=count * block_tokens)
         )
-        storage.tiers[segment.tier].pin(segment.record, loading=True)
         covered += count
     return draft
 
@@ -95,7 +110,7 @@ def draft_store(
         if not isinstance(outcome, Refusal):
             place, record = outcome
             max_blocks -= spec.block_count
-            draft.transfers.append(_store_transfer(spec, place, record, block_ids))
+            draft.transfers.append(_store_transfer(spec, place, record, block_ids, storage))
             draft.planned.append(
                 PlannedObject(tier=place, record=record, first_block=spec.first_block)
             )
@@ -108,7 +123,32 @@ def draft_store(
     return draft
 
 
-def _load_transfer(segment: Segment, count: int, destinations: tuple[int, ...]) -> ObjectTransfer:
+def _keep(segment: Segment, count: int, storage: OpalStorageManager) -> PlannedCopy | None:
+    """Room in the first tier for an object that is about to be read from a slower one."""
+    record = segment.record
+    first = storage.tiers[0]
+    if segment.tier == 0 or first.space.frees_later or 2 * count < len(record.rows):
+        return None
+    outcome = first.reserve(ObjectSpec(record.group, record.parent_hash, record.run, first_block=0))
+    if isinstance(outcome, Refusal):
+        return None  # all of it is in use: the load goes past it
+    return PlannedCopy(source_tier=segment.tier, source=None, target_tier=0, target=outcome)
+
+
+def _name(record: ObjectRecord, place: int, storage: OpalStorageManager) -> ObjectName | None:
+    """What a tier of files has to know of an object; rows of memory need no name."""
+    if not storage.tiers[place].space.frees_later:
+        return None
+    return ObjectName(record.group, record.parent_hash, record.run)
+
+
+def _load_transfer(
+    segment: Segment,
+    count: int,
+    destinations: tuple[int, ...],
+    storage: OpalStorageManager,
+    kept: PlannedCopy | None,
+) -> ObjectTransfer:
     start, stop = segment.object_offset, segment.object_offset + count
     return ObjectTransfer(
         tier=segment.tier,
@@ -116,11 +156,18 @@ def _load_transfer(segment: Segment, count: int, destinations: tuple[int, ...]) 
         tier_rows=segment.record.rows[start:stop],
         block_ids=destinations,
         stamps=segment.record.run[start * HASH_BYTES : stop * HASH_BYTES],
+        name=_name(segment.record, segment.tier, storage),
+        kept_tier=kept.target_tier if kept is not None else -1,
+        kept_rows=kept.target.rows if kept is not None else (),
     )
 
 
 def _store_transfer(
-    spec: ObjectSpec, place: int, record: ObjectRecord, block_ids: Sequence[int]
+    spec: ObjectSpec,
+    place: int,
+    record: ObjectRecord,
+    block_ids: Sequence[int],
+    storage: OpalStorageManager,
 ) -> ObjectTransfer:
     stop = spec.first_block + spec.block_count
     return ObjectTransfer(
@@ -129,4 +176,5 @@ def _store_transfer(
         tier_rows=record.rows,
         block_ids=tuple(block_ids[spec.first_block : stop]),
         stamps=spec.run,
+        name=_name(record, place, storage),
     )

@@ -3,8 +3,11 @@
 from collections.abc import Iterator, Sequence
 
 from opal_connector.events import EventLog
+from opal_connector.managers.audit import audit_tier
 from opal_connector.managers.records import ObjectKey, ObjectRecord, ObjectSpec
-from opal_connector.managers.storage_backend import OpalStorageBackend, Refusal
+from opal_connector.managers.refusals import Refusal
+from opal_connector.managers.storage_backend import OpalStorageBackend
+from opal_connector.transfers import TierHealth
 
 
 class OpalStorageManager:
@@ -17,9 +20,16 @@ class OpalStorageManager:
     def __init__(self, tiers: Sequence[OpalStorageBackend], log: EventLog) -> None:
         self.tiers = tuple(tiers)
         self.log = log
+        for tier in self.tiers:
+            tier.neighbours = tuple(other for other in self.tiers if other is not tier)
 
     def __repr__(self) -> str:
         return f"<OpalStorageManager {list(self.tiers)}>"
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether some tier does not know yet what it holds."""
+        return any(tier.health is TierHealth.OPENING for tier in self.tiers)
 
     def find(self, key: ObjectKey) -> tuple[int, ObjectRecord] | None:
         """The fastest readable copy: the tier's place and the record."""
@@ -40,7 +50,7 @@ class OpalStorageManager:
 
     def coming_blocks(self, wanted: bytes, group: int) -> int:
         """Blocks of `wanted` that a write in motion will make readable."""
-        return max((tier.longest_write(wanted, group) for tier in self.tiers), default=0)
+        return max((tier.index.longest_write(wanted, group) for tier in self.tiers), default=0)
 
     def get_block_mapping(self, keys: Sequence[ObjectKey]) -> list[tuple[str, int, int]]:
         """Runs `(tier, start, end)` of positions in `keys`, from 0 to the first gap.
@@ -62,9 +72,10 @@ class OpalStorageManager:
     def reserve(self, spec: ObjectSpec) -> tuple[int, ObjectRecord] | Refusal:
         """A place for a new object: the first tier that takes it.
 
-        Presence in any tier comes before fit in the first, so nothing is stored twice.
+        Presence in any tier that can be read comes before fit in the first, so nothing is stored
+        twice.
         """
-        if any(tier.holds(spec) for tier in self.tiers[1:]):  # the first one asks itself
+        if any(tier.is_readable and tier.holds(spec) for tier in self.tiers[1:]):
             return Refusal.PRESENT
         refusal = Refusal.FULL
         for place, tier in enumerate(self.tiers):
@@ -73,7 +84,8 @@ class OpalStorageManager:
                 return place, outcome
             if outcome is Refusal.PRESENT:
                 return outcome
-            refusal = outcome
+            if place == 0 or outcome is not Refusal.UNAVAILABLE:
+                refusal = outcome
         return refusal
 
     def touch(self, keys: Sequence[ObjectKey]) -> None:
@@ -102,10 +114,10 @@ class OpalStorageManager:
     def placements(self) -> Iterator[tuple[str, ObjectKey]]:
         """Every readable object of every tier."""
         for tier in self.tiers:
-            for key in tier.readable_keys():
+            for key in tier.index.readable_keys():
                 yield tier.tier, key
 
     def check(self) -> None:
         """Audit every tier."""
         for tier in self.tiers:
-            tier.check()
+            audit_tier(tier)

@@ -1,4 +1,43 @@
-"""The rows of one tier: which are free, and how many bytes that makes."""
+"""What a tier's space is made of: rows of a pool in memory, or bytes of files."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Space(Protocol):
+    """The room of one tier. Guarded by the owner of the books.
+
+    `frees_later` says that what is given up has to be deleted by a worker first, and stays
+    charged until it is.
+    """
+
+    frees_later: bool
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of everything that somebody holds."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The limit for `used_bytes`."""
+
+    def size_bytes(self, block_count: int) -> int:
+        """What an object of so many blocks takes."""
+
+    def allocate(self, block_count: int, *, force: bool = False) -> tuple[int, ...] | None:
+        """The places of an object's blocks, or None and no change.
+
+        With `force` also beyond the limit, for what is there already and cannot be refused.
+        """
+
+    def free(self, rows: tuple[int, ...]) -> None:
+        """Take an object's places back."""
+
+    def shrink(self, foreign_bytes: int) -> None:
+        """Others have taken so much of it."""
+
+    def check(self) -> None:
+        """Raise AssertionError if the books of it disagree."""
 
 
 class TierPool:
@@ -8,6 +47,8 @@ class TierPool:
     used), guarded by the owner of the books. Fresh rows are taken last, so that a pool touches no
     more memory than it needs.
     """
+
+    frees_later = False
 
     def __init__(self, *, capacity_rows: int, row_bytes: int) -> None:
         if capacity_rows < 0 or row_bytes < 1:
@@ -30,14 +71,29 @@ class TierPool:
         """Rows that somebody holds."""
         return self._fresh - len(self._freed)
 
-    def allocate(self, count: int) -> tuple[int, ...] | None:
-        """Exactly `count` rows, or None and no change."""
-        if count > self.free_rows:
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the rows that somebody holds."""
+        return self.used_rows * self.row_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.capacity_rows * self.row_bytes
+
+    def size_bytes(self, block_count: int) -> int:
+        """One row a block."""
+        return block_count * self.row_bytes
+
+    def allocate(self, block_count: int, *, force: bool = False) -> tuple[int, ...] | None:
+        """Exactly `block_count` rows, or None and no change. There is nothing beyond the limit."""
+        del force
+        if block_count > self.free_rows:
             return None
-        reused = min(count, len(self._freed))
+        reused = min(block_count, len(self._freed))
         rows = self._freed[len(self._freed) - reused :][::-1]
         del self._freed[len(self._freed) - reused :]
-        fresh = count - reused
+        fresh = block_count - reused
         rows.extend(range(self._fresh, self._fresh + fresh))
         self._fresh += fresh
         return tuple(rows)
@@ -46,8 +102,59 @@ class TierPool:
         """Take rows back."""
         self._freed.extend(reversed(rows))
 
+    def shrink(self, foreign_bytes: int) -> None:
+        """Nothing: a pool in memory is nobody else's."""
+        del foreign_bytes
+
     def check(self) -> None:
         """Raise AssertionError if a row is free twice or was never handed out."""
         assert len(set(self._freed)) == len(self._freed), "a row is free twice"
         assert all(0 <= row < self._fresh for row in self._freed), "a row nobody had came back"
         assert self._fresh <= self.capacity_rows
+
+
+class FileSpace:
+    """Counts the bytes of files, one per object; a block's place is its position in the file.
+
+    Mutable state: `_used_bytes` and `capacity_bytes` (which shrinks by what others put into the
+    directory), guarded by the owner of the books.
+    """
+
+    frees_later = True
+
+    def __init__(self, *, capacity_bytes: int, file_bytes: Callable[[int], int]) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._file_bytes = file_bytes
+        self._used_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"<FileSpace {self._used_bytes}/{self.capacity_bytes} bytes>"
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all files, those that are being written or deleted included."""
+        return self._used_bytes
+
+    def size_bytes(self, block_count: int) -> int:
+        """The file of an object of so many blocks."""
+        return self._file_bytes(block_count)
+
+    def allocate(self, block_count: int, *, force: bool = False) -> tuple[int, ...] | None:
+        """The positions of the blocks, or None and no change."""
+        size_bytes = self._file_bytes(block_count)
+        if not force and self._used_bytes + size_bytes > self.capacity_bytes:
+            return None
+        self._used_bytes += size_bytes
+        return tuple(range(block_count))
+
+    def free(self, rows: tuple[int, ...]) -> None:
+        """A file is gone."""
+        self._used_bytes -= self._file_bytes(len(rows))
+
+    def shrink(self, foreign_bytes: int) -> None:
+        """Leave room for what others have in the directory."""
+        self.capacity_bytes = max(0, self.capacity_bytes - foreign_bytes)
+
+    def check(self) -> None:
+        """Raise AssertionError if more was given back than taken."""
+        assert self._used_bytes >= 0, "more was freed than allocated"

@@ -7,6 +7,7 @@ verify, so it is a miss and never somebody else's KV.
 
 import contextlib
 import mmap
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -91,6 +92,22 @@ class CPUMemory(TierStore):
                 verify_row(self.rows[row], item.stamps, position, expected, place)
             paged.scatter(block_ids[start:stop], self.rows, tier_rows[start:stop], after)
         return len(tier_rows) * int(self.rows.shape[1])
+
+    def set_checks(self, tier_rows: Sequence[int], checks: Sequence[int]) -> None:
+        """Make rows readable that were filled and checked from outside."""
+        for row, check in zip(tier_rows, checks, strict=True):
+            self._checks[row] = check
+
+    def verified_checks(self, tier_rows: Sequence[int], stamps: bytes) -> list[int]:
+        """The check values of an object's rows, after comparing them with the bytes. Blocks.
+
+        Raises:
+            ChecksumMismatchError: A row is not what was stored there under these stamps.
+        """
+        checks = [int(self._checks[row]) for row in tier_rows]
+        for position, (row, check) in enumerate(zip(tier_rows, checks, strict=True)):
+            verify_row(self.rows[row], stamps, position, check, f"row {row} of {self.name}")
+        return checks
 
     def memory_obj(self, tier_rows: tuple[int, ...]) -> OpalMemoryObj:
         """A read-only copy-free view if the rows are adjacent, a copy otherwise."""

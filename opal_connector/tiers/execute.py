@@ -1,27 +1,33 @@
-"""Runs jobs against tiers: the "execute" of plan, execute, commit. No lock, no decision."""
+"""The work of parts and of whole jobs: the "execute" of plan, execute, commit. No decision."""
 
-import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from opal_connector.reports import RateLimitedWarnings
-from opal_connector.tiers.base import ChecksumMismatchError, PagedBlocks, TierStore
-from opal_connector.transfers import FailureKind, JobResult, LoadJob, ObjectTransfer, StoreJob
+from opal_connector.tiers.base import PagedBlocks, TierStore
+from opal_connector.tiers.file_errors import AbandonedError
+from opal_connector.tiers.file_moves import (
+    Staging,
+    Tier,
+    copy_object,
+    load_object,
+    store_object,
+)
+from opal_connector.tiers.file_tier import FileTier, always
+from opal_connector.tiers.parts import PartOutcome, attempt
+from opal_connector.transfers import (
+    CopyJob,
+    DropJob,
+    FailureKind,
+    JobResult,
+    LoadJob,
+    ObjectCopy,
+    ObjectTransfer,
+    StoreJob,
+)
 
-logger = logging.getLogger(__name__)
-warnings = RateLimitedWarnings(logger)
+Job = LoadJob | StoreJob | CopyJob | DropJob
+Ask = Callable[[], bool]
 
 _BATCH_ROWS = 64
-
-
-class PartOutcome:
-    """What became of the objects of one part of a job."""
-
-    __slots__ = ("failed", "moved")
-
-    def __init__(self) -> None:
-        self.failed: dict[int, FailureKind] = {}
-        self.moved: dict[int, tuple[int, float]] = {}
 
 
 def execute_part(
@@ -29,29 +35,127 @@ def execute_part(
     objects: Sequence[ObjectTransfer],
     first: int,
     is_load: bool,
-    tiers: Sequence[TierStore],
+    tiers: Sequence[Tier],
     paged: PagedBlocks,
     after: object,
 ) -> PartOutcome:
-    """Move `objects`, which stand at `first` and after in their job. Blocks; raises nothing.
+    """Move `objects` of memory tiers, which stand at `first` and after in their job. Blocks.
 
     Objects go in batches, because a call costs more than a small object. When a batch fails, its
     objects are tried one by one, so that only those that fail count as failed. A load stops at its
-    first failure.
+    first failure. Raises nothing.
     """
     outcome = PartOutcome()
     for begin, batch in _batches(objects):
-        error = _attempt(outcome, merge(batch), is_load, tiers, paged, after)
-        if error is None:
+        trial = PartOutcome()
+        if _move_rows(trial, first + begin, merge(batch), is_load, tiers, paged, after) is None:
+            _absorb(outcome, trial)
+            continue
+        if len(batch) == 1:
+            _absorb(outcome, trial)
+            if is_load:
+                return outcome
             continue
         for position, item in enumerate(batch, start=first + begin):
-            if len(batch) > 1:
-                error = _attempt(outcome, item, is_load, tiers, paged, after)
-            if error is not None:
-                outcome.failed[position] = _report(error, item, is_load=is_load)
-                if is_load:
-                    return outcome
+            error = _move_rows(outcome, position, item, is_load, tiers, paged, after)
+            if error is not None and is_load:
+                return outcome
     return outcome
+
+
+def load_file(
+    item: ObjectTransfer,
+    position: int,
+    *,
+    tiers: Sequence[Tier],
+    paged: PagedBlocks,
+    after: object,
+    staging: Staging,
+    may_deliver: Ask = always,
+) -> tuple[PartOutcome, FailureKind | None]:
+    """Load one object from a file; also says why its copy in memory failed. Blocks."""
+    outcome = PartOutcome()
+    error = attempt(
+        outcome,
+        position,
+        item.tier,
+        "load from",
+        lambda: load_object(item, tiers, paged, after, staging, may_deliver=may_deliver),
+    )
+    # A load that was given up has filled the rows that it was to keep.
+    is_kept = error is None or isinstance(error, AbandonedError)
+    return outcome, None if is_kept else outcome.failed[position]
+
+
+def store_file(
+    item: ObjectTransfer,
+    position: int,
+    *,
+    tiers: Sequence[Tier],
+    paged: PagedBlocks,
+    after: object,
+    staging: Staging,
+    may_publish: Ask = always,
+) -> PartOutcome:
+    """Store one object to a file. Blocks."""
+    outcome = PartOutcome()
+    attempt(
+        outcome,
+        position,
+        item.tier,
+        "store to",
+        lambda: store_object(item, tiers, paged, after, staging, may_publish=may_publish),
+    )
+    return outcome
+
+
+def copy_file(
+    item: ObjectCopy,
+    position: int,
+    *,
+    tiers: Sequence[Tier],
+    staging: Staging,
+    may_publish: Ask = always,
+) -> PartOutcome:
+    """Copy one object to a file. Blocks."""
+    outcome = PartOutcome()
+    attempt(
+        outcome,
+        position,
+        item.target_tier,
+        "copy to",
+        lambda: copy_object(item, tiers, staging, may_publish=may_publish),
+    )
+    return outcome
+
+
+def drop_files(job: DropJob, positions: Sequence[int], tiers: Sequence[Tier]) -> PartOutcome:
+    """Delete files; a wipe stands for all of its positions. Blocks."""
+    outcome = PartOutcome()
+    tier = tiers[job.tier]
+    assert isinstance(tier, FileTier)
+    if job.is_wipe:
+        error = attempt(outcome, 0, job.tier, "empty", lambda: _nothing_moved(tier.wipe))
+        if error is not None:
+            outcome.failed = dict.fromkeys(positions, outcome.failed[0])
+        outcome.moved.clear()
+        return outcome
+    for position in positions:
+        name = job.names[position]
+        attempt(
+            outcome,
+            position,
+            job.tier,
+            "delete from",
+            lambda name=name: _nothing_moved(lambda: tier.remove_object(name)),  # type: ignore[misc]
+        )
+    outcome.moved.clear()
+    return outcome
+
+
+def _nothing_moved(call: Callable[[], None]) -> int:
+    call()
+    return 0
 
 
 def merge(items: Sequence[ObjectTransfer]) -> ObjectTransfer:
@@ -65,6 +169,50 @@ def merge(items: Sequence[ObjectTransfer]) -> ObjectTransfer:
         block_ids=tuple(block_id for item in items for block_id in item.block_ids),
         stamps=b"".join(item.stamps for item in items),
     )
+
+
+def fold(
+    job_id: int, rank: int, outcomes: Sequence[PartOutcome], *, in_order: int | None = None
+) -> JobResult:
+    """One result from the outcomes of all parts of a job.
+
+    With `in_order`, the number of objects, everything behind the first failure counts as failed:
+    it continues no prefix.
+    """
+    whole = PartOutcome()
+    for outcome in outcomes:
+        _absorb(whole, outcome)
+    if in_order is not None and whole.failed:
+        for position in range(min(whole.failed), in_order):
+            whole.failed.setdefault(position, FailureKind.AFTER_FAILURE)
+    return JobResult(job_id, rank, whole.failed, whole.moved)
+
+
+def execute_job(
+    job: LoadJob | StoreJob,
+    *,
+    tiers: Sequence[Tier],
+    paged: PagedBlocks,
+    rank: int = 0,
+) -> JobResult:
+    """Run a whole job over memory tiers in the calling thread. Blocks; raises nothing."""
+    is_load = isinstance(job, LoadJob)
+    outcome = execute_part(
+        objects=job.objects,
+        first=0,
+        is_load=is_load,
+        tiers=tiers,
+        paged=paged,
+        after=paged.ready_mark(),
+    )
+    in_order = len(job.objects) if is_load else None
+    return fold(job.job_id, rank, [outcome], in_order=in_order)
+
+
+def _absorb(whole: PartOutcome, part: PartOutcome) -> None:
+    whole.failed.update(part.failed)
+    for tier, (moved_bytes, seconds) in part.moved.items():
+        whole.add_moved(tier, moved_bytes, seconds)
 
 
 def _batches(objects: Sequence[ObjectTransfer]) -> list[tuple[int, Sequence[ObjectTransfer]]]:
@@ -83,67 +231,18 @@ def _batches(objects: Sequence[ObjectTransfer]) -> list[tuple[int, Sequence[Obje
     return batches
 
 
-def _attempt(
+def _move_rows(
     outcome: PartOutcome,
+    position: int,
     item: ObjectTransfer,
     is_load: bool,
-    tiers: Sequence[TierStore],
+    tiers: Sequence[Tier],
     paged: PagedBlocks,
     after: object,
 ) -> Exception | None:
-    began = time.perf_counter()
-    try:
+    def move() -> int:
         tier = tiers[item.tier]
-        moved_bytes = (tier.read if is_load else tier.write)(item, paged, after)
-    except Exception as error:  # noqa: BLE001 - any fault of a tier is a miss, never a crash
-        return error
-    before_bytes, before_seconds = outcome.moved.get(item.tier, (0, 0.0))
-    seconds = time.perf_counter() - began
-    outcome.moved[item.tier] = (before_bytes + moved_bytes, before_seconds + seconds)
-    return None
+        assert isinstance(tier, TierStore)
+        return (tier.read if is_load else tier.write)(item, paged, after)
 
-
-def _report(error: Exception, item: ObjectTransfer, *, is_load: bool) -> FailureKind:
-    if isinstance(error, ChecksumMismatchError):
-        warnings.warn("checksum", "a stored object is damaged and is dropped: %s", error)
-        return FailureKind.CHECKSUM
-    verb = "load from" if is_load else "store to"
-    warnings.warn("io", "cannot %s tier %d: %r", verb, item.tier, error)
-    return FailureKind.IO
-
-
-def fold(job: LoadJob | StoreJob, rank: int, outcomes: Sequence[PartOutcome]) -> JobResult:
-    """One result from the outcomes of all parts of a job.
-
-    In a load everything behind the first failure counts as failed: it continues no prefix.
-    """
-    failed: dict[int, FailureKind] = {}
-    moved: dict[int, tuple[int, float]] = {}
-    for outcome in outcomes:
-        failed.update(outcome.failed)
-        for tier, (part_bytes, part_seconds) in outcome.moved.items():
-            before_bytes, before_seconds = moved.get(tier, (0, 0.0))
-            moved[tier] = (before_bytes + part_bytes, before_seconds + part_seconds)
-    if isinstance(job, LoadJob) and failed:
-        for position in range(min(failed), len(job.objects)):
-            failed.setdefault(position, FailureKind.AFTER_FAILURE)
-    return JobResult(job.job_id, rank, failed, moved)
-
-
-def execute_job(
-    job: LoadJob | StoreJob,
-    *,
-    tiers: Sequence[TierStore],
-    paged: PagedBlocks,
-    rank: int = 0,
-) -> JobResult:
-    """Run a whole job in the calling thread. Blocks; raises nothing."""
-    outcome = execute_part(
-        objects=job.objects,
-        first=0,
-        is_load=isinstance(job, LoadJob),
-        tiers=tiers,
-        paged=paged,
-        after=paged.ready_mark(),
-    )
-    return fold(job, rank, [outcome])
+    return attempt(outcome, position, item.tier, "load from" if is_load else "store to", move)

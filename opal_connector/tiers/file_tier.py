@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import shutil
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from opal_connector.tiers.file_names import (
     object_key,
     object_path,
 )
-from opal_connector.tiers.header_scan import read_header
+from opal_connector.tiers.header_scan import list_directory, read_header
 from opal_connector.tiers.object_file import (
     expect_size,
     header_size,
@@ -196,6 +197,23 @@ class FileTier(ABC):
             return
         os.unlink(claimed)
         self._removed(key)
+
+    def wipe(self) -> None:
+        """Remove every object of this rank and namespace. Blocks.
+
+        They are out of sight at once; should this process die on the way, they do not come back.
+
+        Raises:
+            OSError: The medium failed; some are left, or their bytes are.
+        """
+        trash = f"{self._directory}/{new_temporary_name()}"
+        os.mkdir(trash, file_io.DIRECTORY_MODE)
+        keys = list_directory(self._directory).keys
+        for folder in {os.path.basename(os.path.dirname(object_path("", key))) for key in keys}:
+            os.rename(f"{self._directory}/{folder}", f"{trash}/{folder}")
+        for key in keys:
+            self._removed(key)
+        shutil.rmtree(trash)
 
     @abstractmethod
     def touch(self, keys: Sequence[bytes]) -> None:

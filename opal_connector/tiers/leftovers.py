@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterable
 
 from opal_connector.tiers.file_names import TemporaryName, is_leftover, parse_temporary
@@ -35,7 +36,10 @@ def remove_leftovers(
             temporary = TemporaryName(temporary.pid, temporary.start_time, host="")
         if is_leftover(temporary, age_seconds=age_seconds):
             with contextlib.suppress(FileNotFoundError):  # another host was faster
-                os.unlink(path)
+                if os.path.isdir(path):  # objects that were being wiped
+                    shutil.rmtree(path)
+                else:
+                    os.unlink(path)
         else:
             kept.append(path)
     return kept

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from opal_connector.events import Delete, Insert, KVCEvent
 from opal_connector.keys import CHAIN_ROOT, HASH_BYTES
 from opal_connector.managers import LookupState, OpalKVCacheManager, OpalRequest, object_key
-from opal_connector.managers.manager import LEASE_SECONDS, WAIT_SECONDS
+from opal_connector.managers.leases import LEASE_SECONDS, WAIT_SECONDS
 from opal_connector.tiers import ArrayBlocks, CPUMemory, allocate_host_rows, execute_job
 from opal_connector.transfers import FailureKind, JobResult
 
@@ -493,7 +493,7 @@ class BookMachine(RuleBasedStateMachine):
         self.manager.check()
         assert (self.manager.lease_count, self.manager.open_job_count) == (0, 0)
         (tier,) = self.manager.storage.tiers
-        assert tier.pool.used_rows == sum(len(rows) for rows in rows_at_rest(self.manager).values())
+        assert tier.used_bytes == ROW_BYTES * sum(map(len, rows_at_rest(self.manager).values()))
         assert self.writes.coming() == set()
         self.manager.reset()
         self.after_step(orphans=True)

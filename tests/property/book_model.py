@@ -42,7 +42,7 @@ def rows_at_rest(manager: OpalKVCacheManager) -> dict[Key, tuple[int, ...]]:
     """The rows of every readable object."""
     rows: dict[Key, tuple[int, ...]] = {}
     for tier in manager.storage.tiers:
-        for key in tier.readable_keys():
+        for key in tier.index.readable_keys():
             record = tier.get(key)
             assert record is not None
             rows[tier.tier, key] = record.rows

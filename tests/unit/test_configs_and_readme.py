@@ -9,7 +9,13 @@ import msgspec
 import pytest
 import yaml
 
-from opal_connector.config import TIER_NAMES, OpalConfig, load_config
+from opal_connector.config import (
+    TIER_NAMES,
+    FileTierConfig,
+    OpalConfig,
+    TierConfig,
+    load_config,
+)
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").iterdir())
@@ -60,10 +66,16 @@ def test_readme_configurations_load() -> None:
 
 def test_readme_table_names_every_field() -> None:
     """The table of the configuration is complete, and has no field that is not there."""
-    rows = set(re.findall(r"^\| `([\w.]+)` \|", README, re.MULTILINE))
+    rows = set(re.findall(r"^\| `([\w.<> ]+)` \|", README, re.MULTILINE))
     fields = {name for name in OpalConfig.__struct_fields__ if name not in TIER_NAMES}
+    fields |= {f"<tier>.{name}" for name in TierConfig.__struct_fields__}
+    own = set(FileTierConfig.__struct_fields__) - set(TierConfig.__struct_fields__)
+    fields |= {f"<file tier>.{name}" for name in own}
     for tier in TIER_NAMES:
-        fields |= {f"{tier}.{name}" for name in OpalConfig().tier(tier).__struct_fields__}
+        settings = OpalConfig().tier(tier)
+        kind = FileTierConfig if OpalConfig().file_tier(tier) is not None else TierConfig
+        own = set(settings.__struct_fields__) - set(kind.__struct_fields__)
+        fields |= {f"{tier}.{name}" for name in own}
 
     assert rows == fields | {"opal_config"}
 

@@ -10,7 +10,8 @@ from opal_connector.events import EventLog
 from opal_connector.integrations.vllm.facts import GroupFacts, engine_metadata
 from opal_connector.integrations.vllm.messages import WorkerFacts
 from opal_connector.keys import OpalEngineMetadata
-from opal_connector.managers import OpalKVCacheManager, build_manager
+from opal_connector.managers import OpalKVCacheManager, build_manager, tier_space
+from opal_connector.tiers import file_bytes
 
 
 class Books(msgspec.Struct, frozen=True, eq=False):
@@ -38,13 +39,14 @@ def build_books(
     chunk_blocks = chunk_blocks_for(
         config.chunk_size, block_tokens=group.block_tokens, block_bytes=row_bytes, warn=warn
     )
-    tier_rows = {
-        name: min(worker.tier_rows[name] for worker in workers) for name in config.kvc_tiers
+    tier_bytes = {
+        name: min(worker.tier_bytes[name] for worker in workers) for name in config.kvc_tiers
     }
-    for name, rows in tier_rows.items():
-        if rows < chunk_blocks:
+    for name, capacity_bytes in tier_bytes.items():
+        if capacity_bytes // row_bytes < chunk_blocks:
             warn(
-                f"{name}: its capacity holds {rows} blocks of {row_bytes} bytes, "
+                f"{name}: its capacity holds {capacity_bytes // row_bytes} blocks of "
+                f"{row_bytes} bytes, "
                 f"less than one chunk of {chunk_blocks}; whole chunks will not be stored"
             )
     manager = build_manager(
@@ -52,8 +54,16 @@ def build_books(
         kind=group.kind,
         block_tokens=group.block_tokens,
         chunk_blocks=chunk_blocks,
-        row_bytes=row_bytes,
-        tier_rows=tier_rows,
+        spaces={
+            name: tier_space(
+                config,
+                name,
+                capacity_bytes=capacity_bytes,
+                row_bytes=row_bytes,
+                file_bytes=file_bytes,
+            )
+            for name, capacity_bytes in tier_bytes.items()
+        },
         log=log,
         ranks=len(workers),
     )

@@ -35,7 +35,6 @@ from opal_connector.integrations.vllm.messages import OpalHandshake, OpalStepJob
 from opal_connector.integrations.vllm.scheduler_half import SchedulerHalf, facts_of
 from opal_connector.integrations.vllm.stats import OpalPromMetrics, OpalStats
 from opal_connector.integrations.vllm.worker_half import WorkerHalf
-from opal_connector.transfers import NO_JOBS, JobBatch
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -44,6 +43,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+_NOTHING = OpalStepJobs()
 
 
 class OpalConnector(KVConnectorBase_V1):
@@ -77,9 +78,9 @@ class OpalConnector(KVConnectorBase_V1):
         return self.worker_half
 
     @property
-    def _jobs(self) -> JobBatch:
+    def _step(self) -> OpalStepJobs:
         metadata = self._connector_metadata
-        return metadata.jobs if isinstance(metadata, OpalStepJobs) else NO_JOBS
+        return metadata if isinstance(metadata, OpalStepJobs) else _NOTHING
 
     # ---- class level ----
 
@@ -125,7 +126,7 @@ class OpalConnector(KVConnectorBase_V1):
     @override
     @guarded(lambda: None)
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        self._worker.start_loads(self._jobs)
+        self._worker.start_loads(self._step)
 
     @override
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -144,12 +145,12 @@ class OpalConnector(KVConnectorBase_V1):
     @override
     @guarded(lambda: None)
     def wait_for_save(self) -> None:
-        self._worker.start_stores(self._jobs)
+        self._worker.start_stores(self._step)
 
     @override
     @guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self._worker.take_finished_loads() or None
+        return None, self._worker.take_finished_loads(is_idle=self._step.is_idle) or None
 
     @override
     @guarded(set)

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from opal_connector.transfers import NO_JOBS, JobBatch, JobResult
+from opal_connector.transfers import NO_JOBS, InventoryPage, JobBatch, JobResult, TierHealth
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
@@ -25,7 +25,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     rank: int
     block_count: int
     row_bytes: int
-    tier_rows: dict[str, int]
+    tier_bytes: dict[str, int]
     kv_layout: str
     attention_backend: str
     cpu_isa: str
@@ -41,18 +41,34 @@ class OpalHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class OpalStepJobs(KVConnectorMetadata):
-    """New jobs of one step, scheduler to every worker."""
+    """New jobs of one step, scheduler to every worker.
+
+    `namespace` opens the tiers of files; it is sent once, as soon as the scheduler knows it.
+    `is_idle` says that the step computes nothing.
+    """
 
     jobs: JobBatch = NO_JOBS
+    namespace: bytes = b""
+    is_idle: bool = False
 
 
 @dataclass
 class OpalStepResults(KVConnectorWorkerMetadata):
-    """Results of one step, workers to scheduler; one entry per job and rank."""
+    """Results of one step, workers to scheduler; one entry per job and rank.
+
+    Besides them what tiers held before this process, and per rank the health of its tiers by
+    place where that has changed.
+    """
 
     results: list[JobResult] = field(default_factory=list)
+    pages: list[InventoryPage] = field(default_factory=list)
+    health: dict[int, tuple[TierHealth, ...]] = field(default_factory=dict)
 
     @override
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, OpalStepResults)
-        return OpalStepResults([*self.results, *other.results])
+        return OpalStepResults(
+            [*self.results, *other.results],
+            [*self.pages, *other.pages],
+            {**self.health, **other.health},
+        )

@@ -15,6 +15,9 @@ from opal_connector.integrations.vllm.layout import BlockView
 from opal_connector.tiers import PagedBlocks
 from opal_connector.tiers.base import Rows
 
+_BATCH_BYTES = 8 << 20
+_MOST_BLOCKS = 64  # bounds how long one call runs
+
 
 def paged_blocks(views: Sequence[BlockView], block_count: int) -> PagedBlocks:
     """The copier for the device that the tensors are on."""
@@ -26,15 +29,15 @@ def paged_blocks(views: Sequence[BlockView], block_count: int) -> PagedBlocks:
 class HostPagedBlocks:
     """Paged blocks in host memory, moved by strided numpy copies without the GIL.
 
-    As few and as large copies as the block numbers allow: a copy is fast, getting the GIL back
-    from a busy engine loop after each one is not. Holds the tensors; has no other state.
+    Few and large copies: a copy is fast, getting the GIL back from a busy engine loop after each
+    one is not. But not larger than what a cache level holds, because the rows are hashed right
+    after (or before) they are copied. Holds the tensors; has no other state.
     """
-
-    batch_blocks = 64  # bounds how long one call runs
 
     def __init__(self, views: Sequence[BlockView], block_count: int) -> None:
         self._tensors = [view.tensor for view in views]
         self.row_bytes = sum(view.block_bytes for view in views)
+        self.batch_blocks = min(_MOST_BLOCKS, max(2, _BATCH_BYTES // self.row_bytes))
         self._parts: list[tuple[int, int, tuple[int, ...], Rows]] = []
         start = 0
         for view in views:

@@ -38,15 +38,21 @@ from opal_connector.integrations.vllm.messages import (
 from opal_connector.integrations.vllm.stats import OpalStats
 from opal_connector.integrations.vllm.store_planner import StorePlanner
 from opal_connector.integrations.vllm.tracker import IDENTITY_WAIT_SECONDS, RequestTracker
+from opal_connector.integrations.vllm.worker_news import WorkerNews
 from opal_connector.managers import LookupResult, LookupState, OpalRequest
-from opal_connector.transfers import JobBatch, JobResult, LoadJob
+from opal_connector.transfers import (
+    NO_JOBS,
+    JobBatch,
+    LoadJob,
+)
 
 logger = logging.getLogger(__name__)
 
-_HIT_SOURCES = {"CPUMemory": CacheHitSource.HOST}
+_HIT_SOURCES = {"CPUMemory": CacheHitSource.HOST, "LocalNVMe": CacheHitSource.DISK}
 _EXPIRY_SECONDS = 5.0
 _HOLD_PATIENCE_SECONDS = 1.0
 _NO_STEP_JOBS = OpalStepJobs()
+_IDLE_STEP = OpalStepJobs(is_idle=True)
 _UNBOOKED_JOB = 0  # the books number theirs from 1 and ignore answers to others
 _MISS = (0, False)
 _ASK_AGAIN = (None, False)
@@ -56,7 +62,7 @@ class SchedulerHalf:
     """The books of one engine, and the requests on their way through it.
 
     Mutable state: `_trackers` (one per live request), `_fetching` (requests between load and
-    first step), the jobs not yet sent, results to be booked again and the blocks held for stores;
+    first step), the jobs not yet sent, the news not yet booked and the blocks held for stores;
     used by one thread.
     """
 
@@ -85,8 +91,9 @@ class SchedulerHalf:
         self._fetching: set[str] = set()
         self._loads: list[LoadJob] = []
         self._stores: StorePlanner | None = None
-        self._unbooked: list[JobResult] = []
+        self._news: WorkerNews | None = None
         self._workers: list[WorkerFacts] = []
+        self._namespace = b""  # to be sent to the workers
         self._next_expiry = 0.0
         if transfer.kv_load_failure_policy != "recompute":
             logger.warning(
@@ -128,6 +135,8 @@ class SchedulerHalf:
             log=self._log,
             warn=logger.warning,
         )
+        self._namespace = self.books.metadata.namespace
+        self._news = WorkerNews(self.books.manager, self.holds, self._clock)
         if self._may_store and self.holds is not None:
             self._stores = StorePlanner(
                 self.books.manager, self.holds, self._identified, ranks=len(workers)
@@ -240,8 +249,8 @@ class SchedulerHalf:
             self._next_expiry = now + _EXPIRY_SECONDS
             with contained("build_connector_meta"):
                 self.books.manager.expire(now)
-        if self._unbooked:
-            self._book_again()
+        if self._news is not None:
+            self._news.catch_up()
         for request_id in output.preempted_req_ids or ():
             self._restart(request_id)
         for request_id in output.scheduled_cached_reqs.resumed_req_ids:
@@ -249,21 +258,24 @@ class SchedulerHalf:
         self._fetching.difference_update(output.num_scheduled_tokens)
         if self._stores is not None:
             self._stores.plan_step(output, self._trackers, now)
-        if not (self._loads or self._stores):
-            return _NO_STEP_JOBS
+        upkeep = NO_JOBS
+        if self.books.manager.wants_upkeep:
+            with contained("build_connector_meta"):
+                upkeep = self.books.manager.plan_upkeep()
+        namespace, self._namespace = self._namespace, b""
+        is_idle = output.total_num_scheduled_tokens == 0
+        if not (self._loads or self._stores or upkeep or namespace):
+            return _IDLE_STEP if is_idle else _NO_STEP_JOBS
         loads, self._loads = tuple(self._loads), []
-        return OpalStepJobs(JobBatch(loads, self._stores.take() if self._stores else ()))
+        stores = self._stores.take() if self._stores else ()
+        batch = JobBatch(loads, stores, upkeep.copies, upkeep.drops, upkeep.touches)
+        return OpalStepJobs(batch, namespace, is_idle)
 
     def take_output(self, output: KVConnectorOutput) -> None:
         """Commit what the workers report, before anything is looked up again."""
         meta = output.kv_connector_worker_meta
-        if self.books is None or not isinstance(meta, OpalStepResults):
-            return
-        for result in meta.results:
-            if self.holds is not None:
-                self.holds.answer(result.job_id)
-            with contained("update_connector_output"):
-                self._book(result)
+        if self._news is not None and isinstance(meta, OpalStepResults):
+            self._news.take(meta)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Events for vLLM's stream, at most every `kvcevent_coalesce_time` seconds."""
@@ -295,7 +307,13 @@ class SchedulerHalf:
         if self.books is None:
             return False
         return bool(
-            self.books.manager.open_job_count or self._loads or self._stores or len(self._log)
+            self.books.manager.open_job_count
+            or self._loads
+            or self._stores
+            or (self._news is not None and self._news.has_more)
+            or len(self._log)
+            or self.books.manager.storage.is_opening
+            or self.books.manager.wants_upkeep
         )
 
     def frees_blocks_soon(self) -> bool:
@@ -361,21 +379,6 @@ class SchedulerHalf:
         """Opal's gate: so many requests may be fetching, or fetched and not yet begun."""
         ahead = len(self._fetching) - (request_id in self._fetching)
         return ahead >= self._config.max_kvc_ready_requests
-
-    def _book(self, result: JobResult) -> None:
-        assert self.books is not None
-        try:
-            self.books.manager.commit(result)
-        except Exception:
-            self._unbooked.append(result)  # a result that is lost leaves its job open for ever
-            raise
-
-    def _book_again(self) -> None:
-        assert self.books is not None
-        results, self._unbooked = self._unbooked, []
-        for result in results:
-            with contained("update_connector_output"):
-                self.books.manager.commit(result)
 
     def _restart(self, request_id: str) -> None:
         # It may be fetching again already: vLLM can preempt and admit it in one step.

@@ -7,25 +7,22 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from opal_connector.config import OpalConfig, parse_size_bytes
+from opal_connector.config import OpalConfig
 from opal_connector.integrations.vllm.facts import attention_names, device_of, group_facts
-from opal_connector.integrations.vllm.host_resources import (
-    available_memory_bytes,
-    pinned_host_rows,
-    process_cpus,
-)
+from opal_connector.integrations.vllm.host_resources import process_cpus
 from opal_connector.integrations.vllm.layout import UnsupportedLayoutError, block_views
-from opal_connector.integrations.vllm.messages import OpalStepResults, WorkerFacts
+from opal_connector.integrations.vllm.messages import OpalStepJobs, OpalStepResults, WorkerFacts
 from opal_connector.integrations.vllm.paged_copy import paged_blocks
+from opal_connector.integrations.vllm.worker_tiers import worker_tiers
 from opal_connector.reports import RateLimitedWarnings
-from opal_connector.tiers import CPUMemory, Mover, PagedBlocks, TierStore, allocate_host_rows
-from opal_connector.transfers import FailureKind, JobBatch, JobResult, LoadJob, StoreJob
+from opal_connector.tiers import Job, Mover
+from opal_connector.transfers import DropJob, FailureKind, JobResult, LoadJob, TierHealth
 
 logger = logging.getLogger(__name__)
 warnings = RateLimitedWarnings(logger)
 
-_DEFAULT_SHARE = 0.25
-_DEFAULT_LIMIT_BYTES = 8 << 30
+
+_IDLE_WAIT_SECONDS = 0.001
 
 
 class WorkerHalf:
@@ -47,6 +44,7 @@ class WorkerHalf:
         self._facts: WorkerFacts | None = None
         self._results: list[JobResult] = []
         self._load_errors: set[int] = set()
+        self._health: tuple[TierHealth, ...] = ()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Build the copier and the pool for these tensors."""
@@ -63,20 +61,27 @@ class WorkerHalf:
             return
         paged = paged_blocks(views, block_count)
         backend, isa = attention_names(self._vllm_config, next(iter(caches)))
-        tiers: list[TierStore] = []
-        tier_rows: dict[str, int] = {}
-        for name in self._config.kvc_tiers:
-            rows = self._row_count(name, paged)
-            tier_rows[name] = rows
-            tiers.append(self._make_tier(rows, paged, device_of(caches)))
-        threads = max((self._config.tier(name).concurrency for name in tier_rows), default=1)
+        parallel = self._vllm_config.parallel_config
+        tiers = worker_tiers(
+            self._config,
+            row_bytes=paged.row_bytes,
+            rank=self._rank,
+            local_ranks=max(1, parallel.world_size),
+            device=device_of(caches),
+        )
         if tiers:
-            self._mover = Mover(tiers, paged, rank=self._rank, threads=threads, cpus=process_cpus())
+            self._mover = Mover(
+                [tier.store for tier in tiers],
+                paged,
+                rank=self._rank,
+                lanes=[tier.lane for tier in tiers],
+                cpus=process_cpus(),
+            )
         self._facts = WorkerFacts(
             rank=self._rank,
             block_count=block_count,
             row_bytes=paged.row_bytes,
-            tier_rows=tier_rows,
+            tier_bytes={tier.name: tier.capacity_bytes for tier in tiers},
             kv_layout=str(getattr(self._vllm_config.cache_config, "kv_cache_layout", "unknown")),
             attention_backend=backend,
             cpu_isa=isa,
@@ -87,21 +92,36 @@ class WorkerHalf:
         """What this worker has, after `register_kv_caches`."""
         return self._facts
 
-    def start_loads(self, jobs: JobBatch) -> None:
-        """Queue loads. Every one will be reported, whatever becomes of it."""
-        for job in jobs.loads:
-            self._submit(job)
+    def start_loads(self, step: OpalStepJobs) -> None:
+        """Open the tiers of files once; queue loads and whatever needs no new KV.
 
-    def start_stores(self, jobs: JobBatch) -> None:
+        Every job will be reported, whatever becomes of it.
+        """
+        if self._mover is None:
+            return
+        if step.namespace:
+            self._mover.open(step.namespace)
+        jobs: list[Job] = [*step.jobs.loads, *step.jobs.drops, *step.jobs.copies]
+        for job in jobs:
+            self._submit(job)
+        self._mover.touch(step.jobs.touches)
+
+    def start_stores(self, step: OpalStepJobs) -> None:
         """Queue stores; their blocks are complete now."""
-        for job in jobs.stores:
+        for job in step.jobs.stores:
             self._submit(job)
 
-    def take_finished_loads(self) -> set[str]:
-        """Requests whose load ended since the last call, well or not."""
+    def take_finished_loads(self, *, is_idle: bool = False) -> set[str]:
+        """Requests whose load ended since the last call, well or not.
+
+        In a step that computes nothing it waits a moment for a job in motion: on a CPU, an engine
+        that goes round and round takes the cores that the copy needs.
+        """
         finished: set[str] = set()
         if self._mover is None:
             return finished
+        if is_idle:
+            self._mover.wait_for_result(_IDLE_WAIT_SECONDS)
         for job, result in self._mover.take_results():
             self._results.append(result)
             if isinstance(job, LoadJob):
@@ -118,39 +138,32 @@ class WorkerHalf:
 
     def take_results(self) -> OpalStepResults | None:
         """Results for the books, since the last call."""
-        if not self._results:
+        if self._mover is None:
             return None
+        pages, health = self._mover.take_pages(), self._mover.health
+        if not (self._results or pages) and health == self._health:
+            return None
+        changed = {self._rank: health} if health != self._health else {}
+        self._health = health
         results, self._results = self._results, []
-        return OpalStepResults(results)
+        return OpalStepResults(results, pages, changed)
 
     def close(self) -> None:
         """End the transfer threads; waits a few seconds at most."""
         if self._mover is not None and not self._mover.close():
             logger.warning("a transfer thread did not end in time and is left behind")
 
-    def _submit(self, job: LoadJob | StoreJob) -> None:
+    def _submit(self, job: Job) -> None:
         assert self._mover is not None
         try:
             self._mover.submit(job)
         except Exception as error:  # noqa: BLE001 - a job without a result would hang its request
             warnings.warn("submit", "a transfer could not be started: %r", error)
-            failed = dict.fromkeys(range(len(job.objects)), FailureKind.IO)
+            count = job.object_count if isinstance(job, DropJob) else len(job.objects)
+            failed = dict.fromkeys(range(count), FailureKind.IO)
             self._mover.refuse(job, JobResult(job.job_id, self._rank, failed))
-
-    def _row_count(self, name: str, paged: PagedBlocks) -> int:
-        capacity = self._config.tier(name).capacity_GB
-        if capacity is not None:
-            capacity_bytes = parse_size_bytes(capacity)
-        else:
-            local_ranks = max(1, self._vllm_config.parallel_config.world_size)
-            share = int(available_memory_bytes() * _DEFAULT_SHARE / local_ranks)
-            capacity_bytes = min(_DEFAULT_LIMIT_BYTES, share)
-        return capacity_bytes // paged.row_bytes
-
-    def _make_tier(self, rows: int, paged: PagedBlocks, device: torch.device) -> TierStore:
-        if device.type == "cpu":
-            return CPUMemory(allocate_host_rows(row_count=rows, row_bytes=paged.row_bytes))
-        return CPUMemory(pinned_host_rows(row_count=rows, row_bytes=paged.row_bytes))
+            if isinstance(job, LoadJob) and job.kept_job_id:
+                self._mover.refuse(None, JobResult(job.kept_job_id, self._rank, failed))
 
 
 def _refusing(rank: int, reason: str) -> WorkerFacts:
@@ -158,7 +171,7 @@ def _refusing(rank: int, reason: str) -> WorkerFacts:
         rank=rank,
         block_count=0,
         row_bytes=0,
-        tier_rows={},
+        tier_bytes={},
         kv_layout="",
         attention_backend="",
         cpu_isa="",

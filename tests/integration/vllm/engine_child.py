@@ -195,7 +195,7 @@ class EngineCalls:
         """The hash of every block that can be read from the tier."""
         tier = self._half.books.manager.storage.tiers[0]
         found: set[bytes] = set()
-        for key in tier.readable_keys():
+        for key in tier.index.readable_keys():
             run = tier.get(key).run
             found.update(run[start : start + 32] for start in range(0, len(run), 32))
         return found
@@ -250,7 +250,7 @@ class EngineCalls:
         wanted = set(places.values()) if blocks is None else set(blocks)
         backend = manager.storage.tiers[0]
         rows = self._tier_store.rows
-        for key in backend.readable_keys():
+        for key in backend.index.readable_keys():
             record = backend.get(key)
             for place, row in enumerate(record.rows):
                 if places.get(record.run[place * 32 : place * 32 + 32]) in wanted:

@@ -63,7 +63,7 @@ class EngineView:
         return {
             record.run[start : start + HASH_BYTES]
             for tier in self.manager.storage.tiers
-            for key in tier.readable_keys()
+            for key in tier.index.readable_keys()
             if (record := tier.get(key)) is not None
             for start in range(0, len(record.run), HASH_BYTES)
         }

@@ -29,7 +29,7 @@ def manual_engine_with(*seeds: int, length: int = 64, **options: object) -> Engi
 def pins(engine: Engine) -> int:
     """Promises over all objects."""
     (tier,) = engine.manager.storage.tiers
-    return sum(tier.get(key).leases for key in tier.readable_keys())
+    return sum(tier.get(key).leases for key in tier.index.readable_keys())
 
 
 def finish_transfers(engine: Engine) -> None:

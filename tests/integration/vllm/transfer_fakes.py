@@ -6,10 +6,23 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from opal_connector.keys import HASH_BYTES
-from opal_connector.tiers import Mover, PagedBlocks, TierStore, execute_job
-from opal_connector.transfers import JobResult, LoadJob, ObjectTransfer, StoreJob
-
-Job = LoadJob | StoreJob
+from opal_connector.tiers import (
+    InlineMover,
+    Job,
+    LaneSettings,
+    Mover,
+    PagedBlocks,
+    Tier,
+    TierStore,
+)
+from opal_connector.transfers import (
+    InventoryPage,
+    JobResult,
+    LoadJob,
+    ObjectTransfer,
+    StoreJob,
+    TierHealth,
+)
 
 
 class ManualMover:
@@ -20,31 +33,46 @@ class ManualMover:
 
     def __init__(
         self,
-        tiers: Sequence[TierStore],
+        tiers: Sequence[Tier],
         paged: PagedBlocks,
         *,
         rank: int,
-        threads: int,
+        lanes: Sequence[LaneSettings],
         cpus: frozenset[int] | None = None,
         is_inline: bool = False,
     ) -> None:
-        del threads, cpus
+        del lanes, cpus
         self.tiers = tuple(tiers)
         self.paged = paged
         self.is_inline = is_inline
         self.pending: list[Job] = []
-        self._rank = rank
-        self._results: list[tuple[Job, JobResult]] = []
+        self.health = tuple(TierHealth.OK for _ in self.tiers)
+        self._inline = InlineMover(self.tiers, paged, rank=rank)
+        self._results: list[tuple[Job | None, JobResult]] = []
+        self._pages: list[InventoryPage] = []
+
+    def open(self, namespace: bytes) -> None:
+        self._pages += self._inline.open(namespace)
+
+    def take_pages(self) -> list[InventoryPage]:
+        taken, self._pages = self._pages, []
+        return taken
+
+    def touch(self, touches: dict[int, tuple[bytes, ...]]) -> None:
+        self._inline.touch(touches)
+
+    def wait_for_result(self, timeout_seconds: float) -> None:
+        del timeout_seconds
 
     def submit(self, job: Job) -> None:
         self.pending.append(job)
         if self.is_inline:
             self.run([job])
 
-    def refuse(self, job: Job, result: JobResult) -> None:
+    def refuse(self, job: Job | None, result: JobResult) -> None:
         self._results.append((job, result))
 
-    def take_results(self) -> list[tuple[Job, JobResult]]:
+    def take_results(self) -> list[tuple[Job | None, JobResult]]:
         taken, self._results = self._results, []
         return taken
 
@@ -69,8 +97,9 @@ class ManualMover:
         chosen = list(self.pending if jobs is None else jobs)
         for job in chosen:
             self.pending.remove(job)
-            result = execute_job(job, tiers=self.tiers, paged=self.paged, rank=self._rank)
+            result, *kept = self._inline.run(job)
             self._results.append((job, result))
+            self._results += [(None, other) for other in kept]
         return len(chosen)
 
     def run_loads(self) -> int:
@@ -87,8 +116,8 @@ class WatchedMover(Mover):
         self._moved = moved
         super().__init__(*args, **kwargs)
 
-    def _end_part(self, job: Job, outcome: object) -> None:
-        super()._end_part(job, outcome)
+    def _answer(self, part: object, outcome: object) -> None:
+        super()._answer(part, outcome)
         self._moved.set()
 
 

@@ -71,6 +71,32 @@ MISTAKES: list[tuple[dict[str, Any], str, str, str]] = [
     ({"CPUMemory": {"eviction_threshold": 0}}, "CPUMemory.eviction_threshold", "0", "above 0"),
     ({"CPUMemory": {"eviction_threshold": 2}}, "CPUMemory.eviction_threshold", "2", "at most 1"),
     ({"CPUMemory": {"eviction_threshold": NAN}}, "CPUMemory.eviction_threshold", "nan", "above 0"),
+    ({"CPUMemory": {"eviction_target": 0}}, "CPUMemory.eviction_target", "0", "above 0"),
+    (
+        {"CPUMemory": {"eviction_threshold": 0.5, "eviction_target": 0.6}},
+        "CPUMemory.eviction_target",
+        "0.6",
+        "at most eviction_threshold (0.5)",
+    ),
+    ({"CPUMemory": {"ttl_seconds": 0}}, "CPUMemory.ttl_seconds", "0", "above 0"),
+    ({"CPUMemory": {"ttl_seconds": NAN}}, "CPUMemory.ttl_seconds", "nan", "above 0"),
+    ({"kvc_tiers": ["LocalNVMe"]}, "LocalNVMe.path", "None", "the path of a directory"),
+    ({"LocalNVMe": {"write": "back"}}, "LocalNVMe.write", "'back'", "through, demote, off"),
+    ({"LocalNVMe": {"admission": ""}}, "LocalNVMe.admission", "''", "adaptive, always"),
+    ({"LocalNVMe": {"reserve_GB": -1}}, "LocalNVMe.reserve_GB", "-1", GIB),
+    ({"LocalNVMe": {"timeout_seconds": 0}}, "LocalNVMe.timeout_seconds", "0", "0.1 to 600"),
+    (
+        {"DistributedFS": {"lookup_timeout_seconds": 60}},
+        "DistributedFS.lookup_timeout_seconds",
+        "60",
+        "0 to 5",
+    ),
+    (
+        {"DistributedFS": {"refresh_seconds": 0}},
+        "DistributedFS.refresh_seconds",
+        "0",
+        "0.1 to 3600",
+    ),
     ({"CPUMemory": {"concurrency": 0}}, "CPUMemory.concurrency", "0", "1 to 64"),
     ({"CPUMemory": {"concurrency": 65}}, "CPUMemory.concurrency", "65", "1 to 64"),
     ({"CPUMemory": {"concurrency": 1.5}}, "CPUMemory.concurrency", "1.5", "int"),
@@ -95,17 +121,18 @@ def test_unknown_field_lists_the_fields_there_are() -> None:
     """A misspelt name is not silently the default, and the right one is in the message."""
     assert message({"chunk_sise": 128}) == (
         "chunk_sise: unknown field; allowed here: kvc_tiers, chunk_size, save_unfull_chunk, "
-        "max_kvc_ready_requests, kvcevent_coalesce_time, weights_id, CPUMemory"
+        "max_kvc_ready_requests, kvcevent_coalesce_time, weights_id, CPUMemory, LocalNVMe, "
+        "DistributedFS"
     )
     assert message({"CPUMemory": {"capacity": 1}}) == (
         "CPUMemory.capacity: unknown field; allowed here: capacity_GB, eviction_policy, "
-        "eviction_threshold, concurrency"
+        "eviction_threshold, eviction_target, ttl_seconds, concurrency"
     )
 
 
 def test_unknown_tier_object_is_an_unknown_field() -> None:
     """Settings for a tier that does not exist are not ignored."""
-    assert message({"LocalNVMe": {"capacity_GB": 8}}).startswith("LocalNVMe: unknown field")
+    assert message({"TapeRobot": {"capacity_GB": 8}}).startswith("TapeRobot: unknown field")
 
 
 # What is right.
@@ -159,7 +186,8 @@ def test_field_of_the_host_is_not_ours() -> None:
 @pytest.mark.parametrize("name", TIER_NAMES)
 def test_every_tier_has_an_object_under_its_own_name(name: str) -> None:
     """A tier that can be named in kvc_tiers can be configured."""
-    config = load_config({"kvc_tiers": [name], name: {"concurrency": 7}})
+    where = {"path": "/tmp/opal"} if OpalConfig().file_tier(name) is not None else {}
+    config = load_config({"kvc_tiers": [name], name: {"concurrency": 7, **where}})
 
     assert isinstance(config.tier(name), TierConfig)
     assert config.tier(name).concurrency == 7

@@ -40,7 +40,7 @@ WORKER = WorkerFacts(
     rank=0,
     block_count=10,
     row_bytes=4096,
-    tier_rows={"CPUMemory": 100},
+    tier_bytes={"CPUMemory": 100},
     kv_layout="LBHNC",
     attention_backend="CPU_ATTN",
     cpu_isa="vec",
@@ -229,7 +229,7 @@ def test_auto_is_what_it_stands_for(cache_dtype: str, dtype: torch.dtype) -> Non
 
 def test_capacity_and_place_are_no_identity() -> None:
     """More memory, more blocks or another rank number leave the cache what it is."""
-    workers = replace(block_count=99, tier_rows={"CPUMemory": 1})
+    workers = replace(block_count=99, tier_bytes={"CPUMemory": 1})
 
     assert namespace("org/model", workers=workers) == namespace("org/model")
 

@@ -3,7 +3,17 @@
 import random
 
 import pytest
-from fakes import BLOCK_TOKENS, done, hit_blocks, make_manager, plan, replay, start, store
+from fakes import (
+    BLOCK_TOKENS,
+    ROW_BYTES,
+    done,
+    hit_blocks,
+    make_manager,
+    plan,
+    replay,
+    start,
+    store,
+)
 
 from opal_connector.managers import LookupState, OpalKVCacheManager
 from opal_connector.managers.counters import BookCounters
@@ -18,10 +28,10 @@ def is_at_rest(manager: OpalKVCacheManager) -> None:
     for tier in manager.storage.tiers:
         readable = sum(
             len(record.rows)
-            for key in tier.readable_keys()
+            for key in tier.index.readable_keys()
             if (record := tier.get(key)) is not None
         )
-        assert tier.pool.used_rows == readable
+        assert tier.used_bytes == readable * ROW_BYTES
 
 
 # Reset.
@@ -34,7 +44,9 @@ def test_store_in_flight_at_a_reset_does_not_come_back() -> None:
     job = plan(manager, request)
     manager.reset()
     manager.check()
-    assert manager.storage.tiers[0].pool.used_rows == 4, "rows are kept while they are written"
+    assert manager.storage.tiers[0].used_bytes == 4 * ROW_BYTES, (
+        "rows are kept while they are written"
+    )
 
     manager.commit(done(job))
 
@@ -146,8 +158,8 @@ def test_ht_45_a_thousand_requests_leave_nothing_behind() -> None:
         manager.commit(result)
 
     is_at_rest(manager)
-    assert manager._jobs == {}
-    assert len(manager._leased) == 0
+    assert manager.open_job_count == 0
+    assert len(manager._leases._leased) == 0
     manager.reset()
     is_at_rest(manager)
     assert manager.storage.tiers[0].used_bytes == 0
@@ -259,7 +271,7 @@ def test_disabled_event_log_keeps_nothing() -> None:
         request, full_blocks=4, block_ids=range(4), include_tail=True, tokens=range(8)
     )
     assert job is not None
-    (open_job,) = manager._jobs.values()
+    (open_job,) = manager._jobs
     assert all(item.token_ids == () for item in open_job.objects)
     manager.commit(done(job))
 
@@ -271,7 +283,7 @@ def test_auditor_of_the_manager_finds_a_lease_that_nobody_holds() -> None:
     """check() counts leases from the requests and jobs, not from the records."""
     manager = make_manager(rows=16)
     store(manager, range(2))
-    record = manager.storage.tiers[0].get(manager.storage.tiers[0].readable_keys()[0])
+    record = manager.storage.tiers[0].get(manager.storage.tiers[0].index.readable_keys()[0])
     assert record is not None
     manager.storage.tiers[0].pin(record)
 

@@ -172,7 +172,7 @@ def test_ht_09_loaded_chunk_is_not_evicted_before_the_answer() -> None:
     store(manager, [7, 8])
     assert plan(manager, start(manager, [10, 11, 12, 13], "two-chunks")) is not None
     rows = {row for item in job.objects for row in item.tier_rows}
-    record = manager.storage.tiers[0].readable_keys()
+    record = manager.storage.tiers[0].index.readable_keys()
     assert len(record) == 1
     manager.check()
 

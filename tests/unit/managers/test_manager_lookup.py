@@ -12,7 +12,7 @@ from opal_connector.managers import (
     OpalRequest,
     Unitary,
 )
-from opal_connector.managers.manager import LEASE_SECONDS, WAIT_SECONDS
+from opal_connector.managers.leases import LEASE_SECONDS, WAIT_SECONDS
 from opal_connector.transfers import FailureKind
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 from fakes import (
     BLOCK_TOKENS,
+    ROW_BYTES,
     done,
     hit_blocks,
     make_manager,
@@ -233,7 +234,7 @@ def test_tail_that_grew_to_a_chunk_is_replaced_by_it() -> None:
     events = manager.take_events()
     assert summary(events) == [("Insert", 4, 3), ("Delete", 3, 3)]
     assert events[1].fact.chunk_hash == request.chain.hashes[2]
-    assert manager.storage.tiers[0].pool.used_rows == 4
+    assert manager.storage.tiers[0].used_bytes == 4 * ROW_BYTES
     assert hit_blocks(manager, range(4)) == 4
     manager.check()
 
@@ -252,7 +253,7 @@ def test_tail_that_grew_to_a_longer_tail_is_replaced_by_it() -> None:
         ("Insert", 3, 2),
         ("Delete", 2, 2),
     ]
-    assert manager.storage.tiers[0].pool.used_rows == 7
+    assert manager.storage.tiers[0].used_bytes == 7 * ROW_BYTES
 
 
 def test_event_carries_the_tokens_of_its_blocks() -> None:

@@ -16,6 +16,7 @@ from opal_connector.managers import (
     Refusal,
     TierPool,
 )
+from opal_connector.managers.audit import audit_leases, audit_tier
 
 LOG = EventLog(enabled=True)
 
@@ -29,7 +30,7 @@ def log() -> EventLog:
 def tier(rows: int, eviction_threshold: float = 1.0) -> OpalStorageBackend:
     return OpalStorageBackend(
         tier="CPUMemory",
-        pool=TierPool(capacity_rows=rows, row_bytes=ROW_BYTES),
+        space=TierPool(capacity_rows=rows, row_bytes=ROW_BYTES),
         policy=LRUPolicy(),
         log=LOG,
         eviction_threshold=eviction_threshold,
@@ -51,7 +52,7 @@ def put(books: OpalStorageBackend, names: Sequence[int], parent: int | None = No
     record = books.reserve(spec(names, parent))
     assert isinstance(record, ObjectRecord), record
     assert books.commit(record, stored=True)
-    books.check()
+    audit_tier(books)
     return record
 
 
@@ -70,14 +71,14 @@ def test_object_is_readable_after_its_commit_and_not_before() -> None:
     assert record.state is ObjectState.WRITING
     assert not books.contains(record.key)
     assert books.longest_run(record.run, 0) == (None, 0)
-    assert books.longest_write(record.run, 0) == 2
+    assert books.index.longest_write(record.run, 0) == 2
     assert len(LOG) == 0
 
-    books.commit(record, stored=True, token_ids=(7, 8), lora_name="sql")
+    books.commit(record, stored=True, announce=lambda fact: Insert(fact, books.tier, (7, 8), "sql"))
 
     assert record.state is ObjectState.READY
     assert books.contains(record.key)
-    assert books.longest_write(record.run, 0) == 0
+    assert books.index.longest_write(record.run, 0) == 0
     (event,) = LOG.take()
     assert isinstance(event, Insert)
     assert (event.tier, event.token_ids, event.lora_name) == ("CPUMemory", (7, 8), "sql")
@@ -95,7 +96,7 @@ def test_failed_write_leaves_no_trace() -> None:
     assert record.state is ObjectState.ABSENT
     assert (len(books), books.used_bytes, len(LOG)) == (0, 0, 0)
     assert isinstance(books.reserve(spec([1, 2])), ObjectRecord)
-    books.check()
+    audit_tier(books)
 
 
 @pytest.mark.parametrize("is_committed", [False, True])
@@ -108,7 +109,7 @@ def test_present_is_refused(is_committed: bool) -> None:
         books.commit(record, stored=True)
 
     assert books.reserve(spec([1, 2])) is Refusal.PRESENT
-    books.check()
+    audit_tier(books)
 
 
 def test_beginning_of_a_present_object_is_present() -> None:
@@ -136,7 +137,7 @@ def test_child_without_its_parent_is_refused() -> None:
     assert books.reserve(spec([3, 4], parent=2)) is Refusal.NO_PARENT
     assert isinstance(books.reserve(spec([1, 2])), ObjectRecord)
     assert isinstance(books.reserve(spec([3, 4], parent=2)), ObjectRecord)
-    books.check()
+    audit_tier(books)
 
 
 def test_full_tier_of_things_in_use_refuses() -> None:
@@ -148,10 +149,10 @@ def test_full_tier_of_things_in_use_refuses() -> None:
     assert isinstance(writing, ObjectRecord)
 
     assert books.reserve(spec([5, 6])) is Refusal.FULL
-    books.check()
+    audit_tier(books)
     books.unpin(first)
     assert isinstance(books.reserve(spec([5, 6])), ObjectRecord)
-    books.check()
+    audit_tier(books)
 
 
 def test_refused_store_evicts_nothing() -> None:
@@ -167,7 +168,7 @@ def test_refused_store_evicts_nothing() -> None:
     assert books.contains(head.key)
     assert books.contains(tail.key)
     assert (len(LOG), books.eviction_count) == (0, 0)
-    books.check()
+    audit_tier(books)
     put(books, [6])
     assert deleted(LOG.take()) == [stamp(2)], "the tail is still before its head"
 
@@ -261,13 +262,13 @@ def test_leased_object_leaves_only_by_force_and_keeps_its_rows() -> None:
     assert books.remove(record.key) is True
     assert not books.contains(record.key)
     assert books.used_bytes == 2 * ROW_BYTES
-    books.check()
+    audit_tier(books)
     replacement = put(books, [1, 2])
     assert set(replacement.rows).isdisjoint(record.rows)
     books.unpin(record)
     assert books.used_bytes == 2 * ROW_BYTES
     assert books.contains(replacement.key)
-    books.check()
+    audit_tier(books)
 
 
 def test_quarantined_object_is_written_anew_by_the_next_store() -> None:
@@ -283,7 +284,7 @@ def test_quarantined_object_is_written_anew_by_the_next_store() -> None:
     assert deleted(LOG.take()) == [stamp(2)]
     assert isinstance(books.reserve(spec([1, 2])), ObjectRecord)
     books.unpin(record, loading=True)
-    books.check()
+    audit_tier(books)
     assert books.quarantine(record) is False
     assert len(LOG) == 0
 
@@ -303,14 +304,14 @@ def test_clear_ends_what_is_in_motion_in_nothing() -> None:
 
     assert books.generation == before + 1
     assert set(deleted(LOG.take())) == {stamp(2), stamp(4)}
-    assert books.readable_keys() == []
+    assert books.index.readable_keys() == []
     assert books.used_bytes == 4 * ROW_BYTES
-    books.check()
+    audit_tier(books)
     assert books.commit(writing, stored=True) is False
     books.unpin(leased)
     assert (books.used_bytes, len(books), len(LOG)) == (0, 0, 0)
     assert ready.state is ObjectState.ABSENT
-    books.check()
+    audit_tier(books)
 
 
 def test_nobody_waits_for_a_write_that_was_cleared() -> None:
@@ -319,15 +320,15 @@ def test_nobody_waits_for_a_write_that_was_cleared() -> None:
     old = books.reserve(spec([1, 2]))
     assert isinstance(old, ObjectRecord)
     books.clear()
-    assert books.longest_write(spec([1, 2]).run, 0) == 0
+    assert books.index.longest_write(spec([1, 2]).run, 0) == 0
 
     new = books.reserve(spec([1, 2]))
     assert isinstance(new, ObjectRecord)
     books.commit(old, stored=True)
-    assert books.longest_write(spec([1, 2]).run, 0) == 2
+    assert books.index.longest_write(spec([1, 2]).run, 0) == 2
     assert books.commit(new, stored=True) is True
-    assert books.longest_write(spec([1, 2]).run, 0) == 0
-    books.check()
+    assert books.index.longest_write(spec([1, 2]).run, 0) == 0
+    audit_tier(books)
 
 
 # Objects that share blocks.
@@ -346,7 +347,7 @@ def test_longer_object_supersedes_the_shorter_one() -> None:
     assert isinstance(delete, Delete)
     assert (insert.fact.chunk_hash, insert.fact.shared_blocks) == (stamp(3), 2)
     assert (delete.fact.chunk_hash, delete.fact.shared_blocks) == (stamp(2), 2)
-    assert books.readable_keys() == [longer.key]
+    assert books.index.readable_keys() == [longer.key]
     assert books.used_bytes == 3 * ROW_BYTES
 
 
@@ -361,7 +362,7 @@ def test_shorter_object_that_ends_late_is_dropped() -> None:
     assert books.commit(shorter, stored=True) is False
     assert [event.fact.chunk_hash for event in LOG.take()] == [stamp(3)]
     assert books.used_bytes == 3 * ROW_BYTES
-    books.check()
+    audit_tier(books)
 
 
 def test_leased_shorter_object_keeps_its_rows_until_its_lease_ends() -> None:
@@ -375,7 +376,7 @@ def test_leased_shorter_object_keeps_its_rows_until_its_lease_ends() -> None:
     assert books.used_bytes == 5 * ROW_BYTES
     books.unpin(shorter)
     assert books.used_bytes == 3 * ROW_BYTES
-    books.check()
+    audit_tier(books)
 
 
 def test_siblings_name_what_they_share() -> None:
@@ -416,7 +417,7 @@ def test_groups_are_separate() -> None:
     assert one.key != other.key
     assert books.longest_run(one.run, 0)[1] == 2
     assert books.longest_run(one.run, 1)[1] == 0
-    books.check()
+    audit_tier(books)
 
 
 # The auditor.
@@ -430,7 +431,7 @@ def test_state_follows_the_loads() -> None:
     books.pin(record, loading=True)
     books.unpin(record, loading=True)
     assert record.state is ObjectState.LOADING
-    books.check()
+    audit_tier(books)
     books.unpin(record, loading=True)
     assert record.state is ObjectState.READY
     with pytest.raises(AssertionError, match="more often"):
@@ -440,11 +441,11 @@ def test_state_follows_the_loads() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda books, record: books.pool.allocate(1),
-        lambda books, record: books.pool.free(record.rows),
-        lambda books, record: books._children.clear(),
-        lambda books, record: books._ready.clear(),
-        lambda books, record: books._policy.remove(record.key),
+        lambda books, record: books.space.allocate(1),
+        lambda books, record: books.space.free(record.rows),
+        lambda books, record: books.order._lineage.counts.clear(),
+        lambda books, record: books.index._ready.clear(),
+        lambda books, record: books.order._policy.remove(record.key),
         lambda books, record: setattr(record, "rows", record.rows[:1]),
         lambda books, record: setattr(record, "size_bytes", 1),
         lambda books, record: setattr(record, "state", ObjectState.LOADING),
@@ -456,12 +457,12 @@ def test_auditor_finds_every_kind_of_damage(damage: object) -> None:
     books = tier(8)
     put(books, [1, 2])
     child = put(books, [3, 4], parent=2)
-    books.check()
+    audit_tier(books)
 
     damage(books, child)  # type: ignore[operator]
 
     with pytest.raises(AssertionError):
-        books.check()
+        audit_tier(books)
 
 
 def test_auditor_compares_leases() -> None:
@@ -470,7 +471,7 @@ def test_auditor_compares_leases() -> None:
     record = put(books, [1, 2])
     books.pin(record)
 
-    books.check_leases({id(record): 1})
+    audit_leases(books, {id(record): 1})
     for wrong in ({}, {id(record): 2}):
         with pytest.raises(AssertionError, match="leases"):
-            books.check_leases(wrong)
+            audit_leases(books, wrong)

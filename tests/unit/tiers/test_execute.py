@@ -8,7 +8,7 @@ from fakes import ROW_BYTES, FaultyTier, content, stamp, transfer
 
 from opal_connector.tiers import ArrayBlocks, CPUMemory, allocate_host_rows, execute_job
 from opal_connector.tiers.execute import execute_part, merge
-from opal_connector.tiers.mover import _slices
+from opal_connector.tiers.part_maker import slices
 from opal_connector.transfers import FailureKind, JobResult, LoadJob, ObjectTransfer, StoreJob
 
 ROWS = 300
@@ -205,12 +205,12 @@ def test_slices_cover_every_object_once(row_counts: list[int], count: int) -> No
         objects.append(chunk(first, rows))
         first += rows
 
-    slices = _slices(objects, count)
+    ranges = slices(objects, count)
 
-    assert [place for begin, stop in slices for place in range(begin, stop)] == list(
+    assert [place for begin, stop in ranges for place in range(begin, stop)] == list(
         range(len(objects))
     )
-    assert all(begin < stop for begin, stop in slices)
-    assert len(slices) <= count
+    assert all(begin < stop for begin, stop in ranges)
+    assert len(ranges) <= count
     share = sum(row_counts) / count + max(row_counts)
-    assert all(sum(row_counts[begin:stop]) <= share for begin, stop in slices)
+    assert all(sum(row_counts[begin:stop]) <= share for begin, stop in ranges)

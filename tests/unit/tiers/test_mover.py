@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from fakes import ROW_BYTES, FaultyTier, GatedTier, content, stamp, transfer
 
-from opal_connector.tiers import ArrayBlocks, CPUMemory, Mover, TierStore, allocate_host_rows
+from opal_connector.tiers import (
+    ArrayBlocks,
+    CPUMemory,
+    LaneSettings,
+    Mover,
+    TierStore,
+    allocate_host_rows,
+)
 from opal_connector.transfers import FailureKind, JobResult, LoadJob, ObjectTransfer, StoreJob
 
 ROWS = 64
@@ -38,7 +45,9 @@ class Bench:
 
     def __init__(self, tiers: Sequence[TierStore], threads: int = 1) -> None:
         self.paged = blocks_of_their_names()
-        self.mover = Mover(tiers, self.paged, rank=5, threads=threads)
+        self.mover = Mover(
+            tiers, self.paged, rank=5, lanes=[LaneSettings(threads=threads)] * len(tiers)
+        )
         self.results: dict[int, JobResult] = {}
 
     def wait(self, count: int, timeout_seconds: float = 20.0) -> dict[int, JobResult]:
@@ -251,13 +260,17 @@ def test_unknown_tier_is_a_failed_object(make_bench: MakeBench) -> None:
 def test_thread_that_cannot_be_placed_works_where_it_is(make_bench: MakeBench) -> None:
     """CPUs that a container took away meanwhile cost speed, not the transfers."""
     mover = Mover(
-        [memory()], blocks_of_their_names(), rank=0, threads=1, cpus=frozenset({1_000_000})
+        [memory()],
+        blocks_of_their_names(),
+        rank=0,
+        lanes=[LaneSettings(threads=1)],
+        cpus=frozenset({1_000_000}),
     )
     mover.submit(StoreJob(1, single(0)))
-    for thread in mover._threads:
+    for thread in mover._lanes[0]._threads:
         thread.join(0.2)
     try:
-        assert all(thread.is_alive() for thread in mover._threads)
+        assert all(thread.is_alive() for thread in mover._lanes[0]._threads)
         bench = make_bench(memory())
         bench.mover.close()
         bench.mover = mover
@@ -272,7 +285,7 @@ def test_thread_that_cannot_be_placed_works_where_it_is(make_bench: MakeBench) -
 def test_close_waits_for_what_is_running_and_drops_what_is_queued() -> None:
     """Nothing writes to memory after close has returned true."""
     tier = GatedTier(memory())
-    mover = Mover([tier], blocks_of_their_names(), rank=0, threads=1)
+    mover = Mover([tier], blocks_of_their_names(), rank=0, lanes=[LaneSettings(threads=1)])
     mover.submit(StoreJob(1, single(0)))
     mover.submit(StoreJob(2, single(1)))
     tier.wait_until_begun(1)
@@ -288,7 +301,7 @@ def test_close_waits_for_what_is_running_and_drops_what_is_queued() -> None:
 def test_close_with_stuck_threads_returns_within_its_bound() -> None:
     """I/O that never returns must not keep the engine from ending, however many threads wait."""
     tier = GatedTier(memory())
-    mover = Mover([tier], blocks_of_their_names(), rank=0, threads=8)
+    mover = Mover([tier], blocks_of_their_names(), rank=0, lanes=[LaneSettings(threads=8)])
     mover.submit(StoreJob(1, single(*range(8))))
     tier.wait_until_begun(8)
     began = time.monotonic()
@@ -301,7 +314,7 @@ def test_close_with_stuck_threads_returns_within_its_bound() -> None:
 
 def test_close_of_idle_threads_is_quick() -> None:
     """Idle threads are woken, not waited out."""
-    mover = Mover([memory()], blocks_of_their_names(), rank=0, threads=4)
+    mover = Mover([memory()], blocks_of_their_names(), rank=0, lanes=[LaneSettings(threads=4)])
     began = time.monotonic()
 
     assert mover.close(30) is True

@@ -1,0 +1,104 @@
+"""What a lookup promises, until the load, the end of the request or a deadline."""
+
+from collections.abc import Sequence
+
+from opal_connector.managers.coordinator import OpalKVCacheCoordinator
+from opal_connector.managers.planning import before_any_load
+from opal_connector.managers.request import Lease, OpalRequest, block_count
+from opal_connector.managers.single_type import Segment
+from opal_connector.managers.storage_manager import OpalStorageManager
+
+LEASE_SECONDS = 60.0
+WAIT_SECONDS = 1.0  # how long a lookup may answer "ask again" for what another one moves
+
+
+class Leases:
+    """The promises of all requests.
+
+    Mutable state: `_leased`, the requests that hold one, by identity (an id may come again);
+    guarded by the lock of `OpalKVCacheManager`.
+    """
+
+    def __init__(self, storage: OpalStorageManager, coordinator: OpalKVCacheCoordinator) -> None:
+        self._storage = storage
+        self._coordinator = coordinator
+        self._leased: dict[int, OpalRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._leased)
+
+    def segments(self) -> list[Segment]:
+        """Everything that is promised."""
+        return [
+            segment
+            for request in self._leased.values()
+            for segment in (request.lease.segments if request.lease is not None else ())
+        ]
+
+    def answer(self, request: OpalRequest, asked: tuple[int, int, int], now: float) -> Lease | None:
+        """The lease that answers `asked`; None to wait for what another request moves.
+
+        A lease on the same question is continued from its end: what it holds cannot have left.
+        """
+        lease = request.lease
+        if lease is None or lease.asked != asked:
+            lease = self._walk(request, asked, now)
+        if lease is not None:
+            lease.deadline = now + LEASE_SECONDS
+        return lease
+
+    def release(self, request: OpalRequest) -> None:
+        """End a promise, if there is one."""
+        lease, request.lease = request.lease, None
+        if lease is None:
+            return
+        del self._leased[id(request)]
+        for segment in lease.segments:
+            self._storage.tiers[segment.tier].unpin(segment.record)
+
+    def release_all(self) -> None:
+        """End all promises."""
+        for request in list(self._leased.values()):
+            self.release(request)
+
+    def expire(self, now: float) -> int:
+        """End promises past their deadline; returns how many there were."""
+        late = [
+            request
+            for request in self._leased.values()
+            if request.lease is not None and request.lease.deadline < now
+        ]
+        for request in late:
+            self.release(request)
+        return len(late)
+
+    def _walk(self, request: OpalRequest, asked: tuple[int, int, int], now: float) -> Lease | None:
+        _, computed_blocks, max_blocks = asked
+        old = request.lease
+        kept: Sequence[Segment] = ()
+        if old is not None and old.still_answers(asked):
+            kept = old.segments
+        first_block = computed_blocks + block_count(kept)
+        plan = self._coordinator.find_hit(
+            request.chain.hashes, computed_blocks=first_block, max_blocks=max_blocks
+        )
+        found = before_any_load(plan)
+        may_grow = plan.is_waiting or len(found) < len(plan.segments)
+        if self._storage.is_opening and first_block + plan.block_count < max_blocks:
+            may_grow = True  # a tier that does not know yet what it has may have the rest
+        if may_grow and self._may_wait(request, now):
+            self.release(request)
+            return None
+        for segment in (*kept, *found):
+            self._storage.tiers[segment.tier].pin(segment.record)
+        self.release(request)
+        request.lease = Lease(
+            asked=asked, computed_blocks=computed_blocks, segments=(*kept, *found)
+        )
+        self._leased[id(request)] = request
+        return request.lease
+
+    def _may_wait(self, request: OpalRequest, now: float) -> bool:
+        if request.waiting_since is None:
+            request.waiting_since = now
+        return now - request.waiting_since < WAIT_SECONDS
