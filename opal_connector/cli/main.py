@@ -23,6 +23,9 @@ COMMANDS: Final = {
     "models": CommandPlace(
         "opal_connector.cli.models", "models", "Get or make small models to try the cache with."
     ),
+    "tiers": CommandPlace(
+        "opal_connector.cli.tiers", "tiers", "Look into a tier's directory, verify it, clean it."
+    ),
 }
 
 

@@ -1,0 +1,200 @@
+"""Taking files of tiers away, beside engines that may use them: never one that is good or alive."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from opal_connector.tiers.base import ChecksumMismatchError
+from opal_connector.tiers.directory import Slot, find_slots, object_paths, summarize
+from opal_connector.tiers.file_io import DIRECTORY_MODE
+from opal_connector.tiers.file_names import (
+    INDEX_NAME,
+    LOCK_NAME,
+    QUARANTINE_NAME,
+    new_temporary_name,
+    parse_temporary,
+)
+from opal_connector.tiers.file_sizes import files_under, filesystem_now, used_bytes
+from opal_connector.tiers.header_scan import list_directory, read_header, scan_headers
+from opal_connector.tiers.leftovers import remove_leftovers
+from opal_connector.tiers.slot_lock import try_lock
+
+
+class Removed(msgspec.Struct, kw_only=True):
+    """What a command took away. `in_use` are slots that it left alone."""
+
+    objects: int = 0
+    leftovers: int = 0
+    unreadable: int = 0
+    slots: list[str] = []
+    in_use: list[str] = []
+    freed_bytes: int = 0
+
+
+def quarantine(root: Path, slot: Slot, path: str, check: Callable[[str], object]) -> bool:
+    """Move a bad file out of its tier; whether it is gone from there.
+
+    It is checked again once nobody can replace it any more: a good file that took its place in the
+    meantime goes back.
+    """
+    folder = root / QUARANTINE_NAME / slot.namespace / slot.name
+    folder.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
+    for made in (folder, folder.parent, folder.parent.parent):
+        made.chmod(DIRECTORY_MODE)
+    # The check compares the name too, so it keeps its own, in a folder of its own.
+    own = folder / new_temporary_name().lstrip(".")
+    own.mkdir(DIRECTORY_MODE)
+    target = own / os.path.basename(path)
+    try:
+        os.rename(path, target)
+    except FileNotFoundError:
+        own.rmdir()
+        return False
+    try:
+        check(str(target))
+    except ChecksumMismatchError:
+        return True
+    with contextlib.suppress(FileExistsError):  # there is a newer one
+        os.link(target, path)
+    shutil.rmtree(own)
+    return False
+
+
+def collect_garbage(root: Path, removed: Removed) -> None:
+    """Remove leftovers of the dead, and objects' files that no reader would accept. Blocks."""
+    for slot in find_slots(root):
+        listing = list_directory(slot.path)
+        leftovers = [
+            path for path in listing.other_paths if parse_temporary(os.path.basename(path))
+        ]
+        sizes = {path: _used_by(path) for path in leftovers}
+        kept = remove_leftovers(slot.path, leftovers, by_age_only=not slot.has_lock)
+        for path in set(leftovers) - set(kept):
+            removed.leftovers += 1
+            removed.freed_bytes += sizes[path]
+        for scanned in scan_headers(slot.path, listing.keys):
+            if scanned.header is None and not scanned.is_unread:
+                _remove_unreadable(scanned.path, removed)
+
+
+def _remove_unreadable(path: str, removed: Removed) -> None:
+    # Taken out of sight first, as a store may put a good file there at any time.
+    claimed = f"{os.path.dirname(path)}/{new_temporary_name()}"
+    try:
+        os.rename(path, claimed)
+    except FileNotFoundError:
+        return
+    if read_header(claimed).header is not None:
+        with contextlib.suppress(FileExistsError):
+            os.link(claimed, path, follow_symlinks=False)
+        os.unlink(claimed)
+        return
+    size = _used_by(claimed)
+    if os.path.isdir(claimed):
+        os.rename(claimed, path)  # not ours
+        return
+    os.unlink(claimed)
+    removed.unreadable += 1
+    removed.freed_bytes += size
+
+
+def remove_namespaces(
+    root: Path, removed: Removed, *, namespace: str = "", older_than_seconds: float | None = None
+) -> None:
+    """Remove namespaces that no living process uses: those of this name, or long unused. Blocks.
+
+    A name is the directory's, or any longer beginning of the namespace's digits.
+    """
+    now = filesystem_now(str(root)) if older_than_seconds is not None else 0.0
+    for name, slots in _by_namespace(root):
+        if namespace and not namespace.startswith(name):
+            continue
+        if older_than_seconds is not None:
+            # All of it or nothing: ranks that are missing make the others' objects useless.
+            newest_use = max(summarize(slot).newest_use for slot in slots)
+            if now - newest_use <= older_than_seconds:
+                continue
+        for slot in slots:
+            remove_slot(slot, removed)
+        with contextlib.suppress(OSError):  # something else is in there
+            os.rmdir(root / name)
+
+
+def clear(root: Path, removed: Removed) -> None:
+    """Remove all objects, and what is in quarantine. Slots that are in use stay, empty. Blocks."""
+    for name, slots in _by_namespace(root):
+        for slot in slots:
+            if not remove_slot(slot, removed):
+                _remove_objects(slot, removed)
+        with contextlib.suppress(OSError):  # something else is in there
+            os.rmdir(root / name)
+    place = root / QUARANTINE_NAME
+    if place.is_dir():
+        removed.freed_bytes += used_bytes(files_under(str(place)))
+        shutil.rmtree(place)
+
+
+def remove_slot(slot: Slot, removed: Removed) -> bool:
+    """Remove what a tier keeps in a slot, unless a process uses it; whether it did. Blocks.
+
+    What is not a tier's stays, and the directories in which it is.
+    """
+    lock = try_lock(slot.path) if slot.has_lock else None
+    if slot.has_lock and lock is None:
+        removed.in_use.append(f"{slot.namespace}/{slot.name}")
+        return False
+    try:
+        _remove_objects(slot, removed)
+        for path in list_directory(slot.path).other_paths:
+            if parse_temporary(os.path.basename(path)) or path == f"{slot.path}/{INDEX_NAME}":
+                removed.freed_bytes += _used_by(path)
+                _remove_any(path)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{slot.path}/{LOCK_NAME}")
+        with contextlib.suppress(OSError):  # something else is in there
+            os.rmdir(slot.path)
+    finally:
+        if lock is not None:
+            os.close(lock)
+    removed.slots.append(f"{slot.namespace}/{slot.name}")
+    return True
+
+
+def _remove_objects(slot: Slot, removed: Removed) -> None:
+    for path in object_paths(slot, list_directory(slot.path).keys):
+        size = _used_by(path)
+        try:
+            os.unlink(path)
+        except (FileNotFoundError, IsADirectoryError):
+            continue  # somebody was faster, or it is not ours
+        removed.objects += 1
+        removed.freed_bytes += size
+    for entry in os.scandir(slot.path):
+        if len(entry.name) == 2 and entry.is_dir(follow_symlinks=False):
+            with contextlib.suppress(OSError):  # something is in there
+                os.rmdir(entry.path)
+
+
+def _by_namespace(root: Path) -> Iterator[tuple[str, list[Slot]]]:
+    spaces: dict[str, list[Slot]] = {}
+    for slot in find_slots(root):
+        spaces.setdefault(slot.namespace, []).append(slot)
+    yield from spaces.items()
+
+
+def _used_by(path: str) -> int:
+    if os.path.isdir(path) and not os.path.islink(path):
+        return used_bytes(files_under(path))
+    return used_bytes([path])
+
+
+def _remove_any(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
