@@ -127,6 +127,12 @@ def serve(plan: ServerPlan, reporter: Reporter) -> Iterator[RunningServer]:
             _stop(process)
 
 
+def kill(server: RunningServer) -> None:
+    """Kills a server and all of its processes with SIGKILL, as a crash would."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+
+
 def _wait_until_healthy(
     process: subprocess.Popen[bytes], server: RunningServer, seconds_max: float
 ) -> None:

@@ -12,7 +12,9 @@ from click.testing import CliRunner, Result
 pytest.importorskip("httpx")
 
 from opal_connector.cli import demo as demo_module
-from opal_connector.cli.demo import Measurement, demo_prompt, measure, summarize, verdict
+from opal_connector.cli import demo_report, demo_runs
+from opal_connector.cli.demo_report import summarize, verdict
+from opal_connector.cli.demo_runs import Measurement, demo_prompt, measure
 from opal_connector.cli.errors import CommandFailure
 from opal_connector.cli.machine import machine_facts
 from opal_connector.cli.main import opal
@@ -181,8 +183,8 @@ class FakeServer:
 
 @pytest.fixture
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_module, "_SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr(demo_module, "_METRICS_SECONDS_MAX", 0.05)
+    monkeypatch.setattr(demo_runs, "_SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(demo_runs, "_METRICS_SECONDS_MAX", 0.05)
 
 
 @pytest.mark.usefixtures("no_waiting")
@@ -275,7 +277,7 @@ def test_hit_below_95_percent_is_told() -> None:
 
 def test_table_names_the_runs_and_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     """A person sees the three times, how much faster, and what the model said."""
-    demo_module.show(summarize(measurement(), model="m", machine=machine_facts()), " said\n[it]")
+    demo_report.show(summarize(measurement(), model="m", machine=machine_facts()), " said\n[it]")
 
     shown = capsys.readouterr().out
     for part in ("cold", "10.000", "device", "33.3 x", "95 CPUMemory", "40.0 x", "said [it]"):
@@ -294,8 +296,8 @@ def run(*arguments: str) -> Result:
     [
         (["--layers", "31"], "31 is not in the range 1<=x<=30"),
         (["--prompt-tokens", "100"], "100 is not in the range 640<=x<=4000"),
-        (["--tier", "Tape"], "kvc_tiers[0]: found 'Tape', allowed: CPUMemory"),
-        (["--tier", "CPUMemory", "--tier", "CPUMemory"], "each tier is allowed once"),
+        (["--tiers", "Tape"], "kvc_tiers[0]: found 'Tape', allowed: CPUMemory"),
+        (["--tiers", "CPUMemory,CPUMemory"], "each tier is allowed once"),
         (["--json", "absent/out.json"], "There is no directory absent to write out.json in."),
     ],
 )
