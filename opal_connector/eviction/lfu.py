@@ -1,7 +1,7 @@
 """Least frequently used, over keys that may be pinned."""
 
 import heapq
-from collections.abc import Container, Sequence
+from collections.abc import Container
 
 from typing_extensions import override
 
@@ -24,19 +24,11 @@ class LFUPolicy(UndoablePolicy):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._uses: dict[Key, int] = {}
+        super().__init__(self._uses)
         self._lines: dict[int, Line] = {}
         self._counts: list[int] = []
         self._queued: set[int] = set()
-
-    @override
-    def __len__(self) -> int:
-        return len(self._uses)
-
-    @override
-    def __contains__(self, key: object) -> bool:
-        return key in self._uses
 
     @override
     def check(self) -> None:
@@ -48,10 +40,6 @@ class LFUPolicy(UndoablePolicy):
         for line in self._lines.values():
             assert line, "an empty line stays"
             line.check()
-
-    @override
-    def _keys(self) -> Sequence[Key]:
-        return list(self._uses)
 
     @override
     def _add(self, key: Key) -> None:

@@ -1,6 +1,5 @@
 """A policy whose keys stand in one of several lines."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from typing_extensions import override
@@ -17,16 +16,8 @@ class QueuedPolicy(UndoablePolicy):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._home: dict[Key, Line] = {}
-
-    @override
-    def __len__(self) -> int:
-        return len(self._home)
-
-    @override
-    def __contains__(self, key: object) -> bool:
-        return key in self._home
+        super().__init__(self._home)
 
     @override
     def check(self) -> None:
@@ -35,10 +26,6 @@ class QueuedPolicy(UndoablePolicy):
             line.check()
             assert all(self._home.get(key) is line for key in line), "a key stands elsewhere"
         assert all(key in line for key, line in self._home.items()), "a key stands nowhere"
-
-    @override
-    def _keys(self) -> Sequence[Key]:
-        return list(self._home)
 
     @override
     def _drop(self, key: Key) -> None:

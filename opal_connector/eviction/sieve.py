@@ -1,7 +1,7 @@
 """SIEVE, over keys that may be pinned."""
 
 import heapq
-from collections.abc import Container, Sequence
+from collections.abc import Container
 
 from typing_extensions import override
 
@@ -27,8 +27,8 @@ class SievePolicy(UndoablePolicy):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._places: dict[Key, int] = {}
+        super().__init__(self._places)
         self._used: set[Key] = set()
         self._ahead: _Heap = []
         self._behind: _Heap = []
@@ -36,14 +36,6 @@ class SievePolicy(UndoablePolicy):
         self._hand = 0
         self._next_place = 1
         self._front_place = 0
-
-    @override
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @override
-    def __contains__(self, key: object) -> bool:
-        return key in self._places
 
     @override
     def check(self) -> None:
@@ -54,10 +46,6 @@ class SievePolicy(UndoablePolicy):
         assert len(live) == len(set(live)), "a key is met twice in a round"
         assert {key for _, key in live} == self._queued
         assert self._places.keys() - self._pinned <= self._queued, "a key would never be met"
-
-    @override
-    def _keys(self) -> Sequence[Key]:
-        return list(self._places)
 
     @override
     def _add(self, key: Key) -> None:

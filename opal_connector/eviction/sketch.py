@@ -13,11 +13,12 @@ _MASK = (1 << 64) - 1
 
 def key_hash(key: Key) -> int:
     """64 bits from a key's own value: the same in every process, unlike `hash`."""
+    if type(key) is bytes:
+        return (zlib.crc32(key) * _MIX) & _MASK
     if isinstance(key, int):
         mixed = (key * _MIX) & _MASK
         return ((mixed ^ (mixed >> 29)) * _MIX) & _MASK
-    data = key if isinstance(key, bytes) else repr(key).encode()
-    return (zlib.crc32(data) * _MIX) & _MASK
+    return (zlib.crc32(repr(key).encode()) * _MIX) & _MASK
 
 
 class FrequencySketch:
@@ -59,8 +60,11 @@ class FrequencySketch:
 
     def count(self, key: Key) -> int:
         """Accesses lately, never too few but for the halving."""
-        mixed, least = key_hash(key), _MOST
-        for row in self._rows:
-            least = min(least, row[mixed & self._mask])
-            mixed >>= 11
-        return least
+        mixed, mask = key_hash(key), self._mask
+        first, second, third, fourth = self._rows
+        return min(
+            first[mixed & mask],
+            second[(mixed >> 11) & mask],
+            third[(mixed >> 22) & mask],
+            fourth[(mixed >> 33) & mask],
+        )

@@ -8,12 +8,11 @@ from opal_connector.eviction.sketch import key_hash
 
 MOST_SHIFT = 4  # one key in sixteen
 FEWEST_KEYS = 100  # a smaller tier samples more of its keys
-LEAD = 2.0  # standard deviations that the first change takes
+LEAD = 1.5  # standard deviations that the first change takes
 LEAD_STEP = 0.5  # that each further change takes more
 MOST_LEAD = 4.0
 MARGIN = 0.005  # of the hits
 MEMORY = 16  # accesses per key of a ghost cache after which a comparison counts half
-_SAMPLE_BITS = 40  # above those that the candidates' sketches use
 
 
 class Trial:
@@ -21,7 +20,8 @@ class Trial:
 
     A sample of the keys behaves like all of them in a tier that is smaller by the same factor
     ("Efficient MRC construction with SHARDS", Waldspurger, Park, Garthwaite and Ahmad, FAST 2015).
-    Keys are sampled by their own value, so every ghost cache sees every access to them.
+    Keys are sampled by their own value, so every ghost cache sees every access to them: a key of
+    bytes is a digest, its first byte as good as a hash.
 
     A hit counts only where the prefix before it is hit too. What belongs to one request shows in
     the calls: a chain is touched from its tail to its head, then its missing part is inserted from
@@ -46,7 +46,7 @@ class Trial:
         shift = 0
         while shift < MOST_SHIFT and capacity >> (shift + 1) >= FEWEST_KEYS:
             shift += 1
-        self._mask = ((1 << shift) - 1) << _SAMPLE_BITS
+        self._mask = (1 << shift) - 1
         self._shift = shift
         self._first_capacity = capacity
         self._limit = max(1, capacity >> shift)
@@ -82,7 +82,7 @@ class Trial:
     def fill(self, history: Mapping[Key, int]) -> None:
         """Begin with these keys, the oldest access first, and the number of their uses."""
         for key, uses in history.items():
-            if not key_hash(key) & self._mask:
+            if not sample_hash(key) & self._mask:
                 for cache in self._caches:
                     cache.insert(key)
                     for _ in range(uses):
@@ -92,7 +92,7 @@ class Trial:
         """A held key is accessed."""
         if self._is_inserting:
             self._end_request()
-        if key_hash(key) & self._mask:
+        if sample_hash(key) & self._mask:
             return
         self._accesses += 1
         for place, cache in enumerate(self._caches):
@@ -107,7 +107,7 @@ class Trial:
     def inserted(self, key: Key) -> None:
         """A key comes in."""
         self._is_inserting = True
-        if key_hash(key) & self._mask:
+        if sample_hash(key) & self._mask:
             return
         self._accesses += 1
         for place, cache in enumerate(self._caches):
@@ -121,7 +121,7 @@ class Trial:
 
     def removed(self, key: Key) -> None:
         """Somebody took a key away."""
-        if not key_hash(key) & self._mask:
+        if not sample_hash(key) & self._mask:
             for cache in self._caches:
                 if key in cache:
                     cache.remove(key)
@@ -169,3 +169,8 @@ class Trial:
             self._current_hits /= 2
             self._gain = [gain / 2 for gain in self._gain]
             self._variance = [variance / 2 for variance in self._variance]
+
+
+def sample_hash(key: Key) -> int:
+    """Bits of a key's own value that say whether it is in the sample."""
+    return key[0] if type(key) is bytes else key_hash(key)

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -17,11 +17,13 @@ class UndoablePolicy(EvictionPolicy):
     The capacity is not configured: it is the number of keys held when a run of evictions begins,
     because the caller evicts when its bytes are full. A run ends with the next insertion.
 
-    Mutable state: `_pinned`; `_due` (restored and not used since, the next to go first); `_undo`
-    (per victim of this run what its subclass needs to take it back); `_capacity`.
+    Mutable state: `_held` (the subclass's own mapping of what it holds); `_pinned`; `_due`
+    (restored and not used since, the next to go first); `_undo` (per victim of this run what its
+    subclass needs to take it back); `_capacity`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, held: Mapping[Key, Any]) -> None:
+        self._held = held
         self._pinned: set[Key] = set()
         self._due: OrderedDict[Key, None] = OrderedDict()
         self._undo: dict[Key, Any] = {}
@@ -29,7 +31,7 @@ class UndoablePolicy(EvictionPolicy):
 
     @override
     def insert(self, key: Key) -> None:
-        if key in self:
+        if key in self._held:
             raise KeyError(key)
         if self._undo:
             self._undo.clear()
@@ -49,26 +51,26 @@ class UndoablePolicy(EvictionPolicy):
 
     @override
     def pin(self, key: Key) -> None:
-        if key not in self:
+        if key not in self._held:
             raise KeyError(key)
         self._pinned.add(key)
 
     @override
     def unpin(self, key: Key) -> None:
-        if key not in self:
-            raise KeyError(key)
         if key in self._pinned:
             self._pinned.discard(key)
             self._free(key)
+        elif key not in self._held:
+            raise KeyError(key)
 
     @override
     def evict(self, count: int, protected: Container[Key] = ()) -> list[Key] | None:
-        if count > len(self) - len(self._pinned):
+        if count > len(self._held) - len(self._pinned):
             return None
         if protected != () and not self._can_spare(count, protected):
             return None
         if not self._undo:
-            self._capacity = len(self)
+            self._capacity = len(self._held)
         victims: list[Key] = []
         while len(victims) < count:
             key = self._next_due(protected) if self._due else None
@@ -91,13 +93,21 @@ class UndoablePolicy(EvictionPolicy):
             self._due.move_to_end(key, last=False)
 
     @override
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @override
+    def __contains__(self, key: object) -> bool:
+        return key in self._held
+
+    @override
     def check(self) -> None:
         assert all(key in self for key in self._pinned), "a pin of nothing"
         assert all(key in self for key in self._due), "a key that is not held is due"
         assert not any(key in self for key in self._undo), "a key is held and evicted"
 
     def _can_spare(self, count: int, protected: Container[Key]) -> bool:
-        free = (key for key in self._keys() if key not in self._pinned and key not in protected)
+        free = (key for key in self._held if key not in self._pinned and key not in protected)
         return len(list(islice(free, count))) == count
 
     def _next_due(self, protected: Container[Key]) -> Key | None:
@@ -105,10 +115,6 @@ class UndoablePolicy(EvictionPolicy):
             if key not in self._pinned and key not in protected:
                 return key
         return None
-
-    @abstractmethod
-    def _keys(self) -> Sequence[Key]:
-        """All keys held, in any order that is the same in every process."""
 
     @abstractmethod
     def _add(self, key: Key) -> None:
