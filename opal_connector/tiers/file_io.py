@@ -21,6 +21,8 @@ DIRECTORY_MODE: Final = 0o700
 _MAX_BUFFERS: Final = os.sysconf("SC_IOV_MAX")
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 _NEW_FILE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# Where bytes behind an expected end go; all threads write there, and nobody reads it.
+_BEYOND: Final = mmap.mmap(-1, ALIGNMENT)
 _OLD_FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -126,6 +128,24 @@ def read_fully(file: int, buffers: Sequence[Buffer], offset: int) -> None:
             raise EOFError(offset)
         offset += done
         left = _after(left, done)
+
+
+def read_to_end(file: int, buffers: Sequence[Buffer], offset: int) -> bool:
+    """Fill all buffers; whether the file was seen to end with them. Blocks.
+
+    Raises:
+        EOFError: The file ends before.
+        OSError: The medium failed.
+    """
+    views = _views(buffers)
+    wanted = sum(map(len, views))
+    if len(views) < _MAX_BUFFERS:
+        done = os.preadv(file, [*views, _BEYOND], offset)
+        if done >= wanted:
+            return done == wanted
+        views, offset = _after(views, done), offset + done
+    read_fully(file, views, offset)
+    return False  # nobody looked behind them
 
 
 def _views(buffers: Sequence[Buffer]) -> list[memoryview]:

@@ -24,7 +24,6 @@ from opal_connector.tiers.file_names import (
 )
 from opal_connector.tiers.header_scan import list_directory, read_header
 from opal_connector.tiers.object_file import (
-    expect_size,
     header_size,
     read_record,
     record_buffers,
@@ -157,8 +156,7 @@ class FileTier(ABC):
         try:
             file = file_io.open_for_reading(path, direct=self._is_direct(into))
             try:
-                expect_size(file, name, self.row_bytes)
-                read_record(file, head, positions, into, into_rows)
+                read_record(file, head, name, positions, into, into_rows)
             finally:
                 os.close(file)
         except EOFError as error:

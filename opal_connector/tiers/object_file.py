@@ -21,28 +21,21 @@ def record_buffers(header: memoryview, rows: Rows, tier_rows: Sequence[int]) -> 
     return [header, *file_io.row_buffers(rows, tier_rows, paddings)]
 
 
-def expect_size(file: int, name: ObjectName, row_bytes: int) -> None:
-    """Compare a file's size with what the object has. Blocks.
-
-    Raises:
-        ChecksumMismatchError: It is shorter or longer.
-    """
-    status = os.fstat(file)
-    expected = file_bytes(len(name.run) // HASH_BYTES, row_bytes)
-    if not stat.S_ISREG(status.st_mode) or status.st_size != expected:
-        raise ChecksumMismatchError(f"a file has {status.st_size} bytes, not {expected}")
-
-
 def read_record(
-    file: int, header: memoryview, positions: Sequence[int], into: Rows, into_rows: Sequence[int]
+    file: int,
+    header: memoryview,
+    name: ObjectName,
+    positions: Sequence[int],
+    into: Rows,
+    into_rows: Sequence[int],
 ) -> None:
     """Fill `header`, and row `into_rows[k]` with block `positions[k]`; looks at neither. Blocks.
 
-    Header and rows come in one call where they are adjacent.
+    Header and rows come in one call where they are adjacent, and where the last block is among
+    them the same call finds the file's end: every call costs a wait for the interpreter's lock.
 
     Raises:
-        ChecksumMismatchError: Bytes between two rows are not zero.
-        EOFError: The file ends too early.
+        ChecksumMismatchError: The file has another size than the object, or bytes between rows.
         OSError: The medium failed.
     """
     row_bytes = into.shape[1]
@@ -50,17 +43,35 @@ def read_record(
     gap = stride - row_bytes
     padding = bytearray(gap * len(positions))
     paddings = _split(memoryview(padding), gap)
-    is_header_read = False
-    for start, stop in file_io.adjacent_runs(positions):
-        buffers = file_io.row_buffers(into, into_rows[start:stop], paddings[start:stop])
-        offset = len(header) + positions[start] * stride
-        if not is_header_read and positions[start] == 0:
-            buffers, offset, is_header_read = [header, *buffers], 0, True
-        file_io.read_fully(file, buffers, offset)
-    if not is_header_read:
-        file_io.read_fully(file, [header], 0)
+    last = len(name.run) // HASH_BYTES - 1
+    is_header_read = is_end_found = False
+    try:
+        for start, stop in file_io.adjacent_runs(positions):
+            buffers = file_io.row_buffers(into, into_rows[start:stop], paddings[start:stop])
+            offset = len(header) + positions[start] * stride
+            if not is_header_read and positions[start] == 0:
+                buffers, offset, is_header_read = [header, *buffers], 0, True
+            if positions[stop - 1] == last:
+                is_end_found = file_io.read_to_end(file, buffers, offset)
+            else:
+                file_io.read_fully(file, buffers, offset)
+        if not is_header_read:
+            file_io.read_fully(file, [header], 0)
+    except (EOFError, OSError):
+        # Direct I/O cannot go on behind an odd end: what it calls an error may be a short file.
+        _expect_size(file, name, row_bytes)
+        raise
+    if not is_end_found:
+        _expect_size(file, name, row_bytes)
     if any(padding):
         raise ChecksumMismatchError("there are bytes between the rows of a file")
+
+
+def _expect_size(file: int, name: ObjectName, row_bytes: int) -> None:
+    status = os.fstat(file)
+    expected = file_bytes(len(name.run) // HASH_BYTES, row_bytes)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != expected:
+        raise ChecksumMismatchError(f"a file has {status.st_size} bytes, not {expected}")
 
 
 def header_size(name: ObjectName) -> int:

@@ -199,7 +199,7 @@ class FileTierFaultSuite(FileTierSuite):
         self.fail_in(monkeypatch, call, number)
 
         with pytest.raises(OSError, match="injected") as raised:
-            pool.read(tier, make_name(1))
+            pool.read(tier, make_name(1), [0], [0])
 
         monkeypatch.undo()
         assert not isinstance(raised.value, ObjectGoneError)
