@@ -33,8 +33,8 @@ from opal_connector.tiers.record import (
     RecordHeader,
     encode_header,
     expect_header,
+    expected_checks,
     file_bytes,
-    parse_header,
 )
 from opal_connector.transfers import ObjectName
 
@@ -163,9 +163,14 @@ class FileTier(ABC):
             raise ChecksumMismatchError(f"{path} ends too early") from error
         except OSError as error:
             raise as_gone(error) from error
-        header = parse_header(head)
-        self._expect(header, name)
-        checks = [header.checks[position] for position in positions]
+        known = expected_checks(
+            head,
+            namespace=self._namespace,
+            rank=self.rank,
+            row_bytes=self.row_bytes,
+            name=name,
+        )
+        checks = [known[position] for position in positions]
         for position, row, check in zip(positions, into_rows, checks, strict=True):
             verify_row(into[row], name.run, position, check, f"block {position} of {path}")
         return checks

@@ -71,28 +71,30 @@ def encode_header(header: RecordHeader) -> bytes:
         raise ValueError(f"a run of {len(name.run)} bytes does not have {count} blocks")
     if len(header.namespace) != HASH_BYTES or len(name.parent_hash) != HASH_BYTES:
         raise ValueError(f"a namespace and a parent hash have {HASH_BYTES} bytes")
-    size, stride = header_bytes(count), row_stride(header.row_bytes)
-    body = b"".join(
-        (
-            _FIXED.pack(
-                MAGIC,
-                VERSION,
-                name.group,
-                header.rank,
-                size,
-                count,
-                header.row_bytes,
-                stride,
-                count * stride,
-                xxh3_64_intdigest(name.run),
-                header.namespace,
-                name.parent_hash,
-            ),
-            name.run,
-            struct.pack(f"<{count}Q", *header.checks),
-        )
-    ).ljust(size - _CHECKSUM.size, b"\0")
+    start = _start(header.namespace, header.rank, header.row_bytes, name)
+    checks = struct.pack(f"<{count}Q", *header.checks)
+    body = (start + checks).ljust(header_bytes(count) - _CHECKSUM.size, b"\0")
     return body + _CHECKSUM.pack(xxh3_64_intdigest(body))
+
+
+def _start(namespace: bytes, rank: int, row_bytes: int, name: ObjectName) -> bytes:
+    """All of a header up to its check values: what identifies the object, and nothing else."""
+    count, stride = len(name.run) // HASH_BYTES, row_stride(row_bytes)
+    fixed = _FIXED.pack(
+        MAGIC,
+        VERSION,
+        name.group,
+        rank,
+        header_bytes(count),
+        count,
+        row_bytes,
+        stride,
+        count * stride,
+        xxh3_64_intdigest(name.run),
+        namespace,
+        name.parent_hash,
+    )
+    return fixed + name.run
 
 
 def announced_header_bytes(start: Buffer) -> int:
@@ -137,6 +139,24 @@ def parse_header(data: Buffer) -> RecordHeader:
         raise ChecksumMismatchError("the token digest of a header is not that of its run")
     checks = struct.unpack_from(f"<{count}Q", view, run_end)
     return RecordHeader(namespace, rank, row_bytes, ObjectName(group, parent, run), checks)
+
+
+def expected_checks(
+    data: memoryview, *, namespace: bytes, rank: int, row_bytes: int, name: ObjectName
+) -> tuple[int, ...]:
+    """The check values in a header that fills `data`, if it is the header of this object.
+
+    Raises:
+        ChecksumMismatchError: It is damaged, or of something else. The message says what differs.
+    """
+    start = _start(namespace, rank, row_bytes, name)
+    body = data[: -_CHECKSUM.size]
+    (checksum,) = _CHECKSUM.unpack_from(data, len(body))
+    if body[: len(start)] != start or checksum != xxh3_64_intdigest(body):
+        header = parse_header(data)  # slower, and says what is wrong
+        expect_header(header, namespace=namespace, rank=rank, row_bytes=row_bytes, name=name)
+        raise ChecksumMismatchError("a header is not of the size that its object has")
+    return struct.unpack_from(f"<{len(name.run) // HASH_BYTES}Q", data, len(start))
 
 
 def expect_header(

@@ -16,6 +16,7 @@ from opal_connector.tiers.record import (
     announced_header_bytes,
     encode_header,
     expect_header,
+    expected_checks,
     file_bytes,
     header_bytes,
     parse_header,
@@ -101,12 +102,17 @@ def test_damaged_header_is_never_another_header(data: st.DataObject) -> None:
 
 def test_every_flipped_bit_is_found() -> None:
     """All 32,768 of them."""
-    whole = encode_header(header())
+    one = header()
+    identity = {"rank": one.rank, "row_bytes": one.row_bytes, "name": one.name}
+    identity["namespace"] = one.namespace
+    whole = encode_header(one)
     for bit in range(8 * len(whole)):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(ChecksumMismatchError):
             parse_header(damaged)
+        with pytest.raises(ChecksumMismatchError):
+            expected_checks(memoryview(damaged), **identity)
 
 
 def forged(**fields: int) -> bytes:
@@ -166,18 +172,19 @@ def test_ht_13_header_of_another_object_is_a_mismatch(
     """Every field that tells two objects apart is compared; the error says which differs."""
     wanted, found = header(), header(**{field: value})
 
-    def expect(found: RecordHeader) -> None:
-        expect_header(
-            found,
-            namespace=wanted.namespace,
-            rank=wanted.rank,
-            row_bytes=wanted.row_bytes,
-            name=wanted.name,
-        )
-
-    expect(wanted)
+    fields = {
+        "namespace": wanted.namespace,
+        "rank": wanted.rank,
+        "row_bytes": wanted.row_bytes,
+        "name": wanted.name,
+    }
+    expect_header(wanted, **fields)
+    assert expected_checks(memoryview(encode_header(wanted)), **fields) == wanted.checks
     with pytest.raises(ChecksumMismatchError, match=f"other {message}$"):
-        expect(found)
+        expect_header(found, **fields)
+    if len(found.name.run) == len(found.checks) * 32:
+        with pytest.raises(ChecksumMismatchError, match=f"other {message}$"):
+            expected_checks(memoryview(encode_header(found)), **fields)
 
 
 @pytest.mark.parametrize(
