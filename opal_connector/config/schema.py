@@ -15,7 +15,9 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """
 
     capacity_GB: float | str | None = None  # noqa: N815 - Opal's own name
-    eviction_policy: Literal["LRU"] = "LRU"
+    eviction_policy: Literal[
+        "LRU", "FIFO", "LFU", "SIEVE", "S3-FIFO", "ARC", "W-TinyLFU", "AUTO"
+    ] = "LRU"
     eviction_threshold: float | None = None
     eviction_target: float | None = None
     ttl_seconds: float | None = None

@@ -8,7 +8,7 @@ from opal_connector.eviction.sketch import key_hash
 
 MOST_SHIFT = 4  # one key in sixteen
 FEWEST_KEYS = 100  # a smaller tier samples more of its keys
-LEAD = 1.5  # standard deviations that the first change takes
+LEAD = 2.0  # standard deviations that the first change takes
 LEAD_STEP = 0.5  # that each further change takes more
 MOST_LEAD = 4.0
 MARGIN = 0.005  # of the hits
