@@ -10,7 +10,7 @@ import msgspec
 
 from opal_connector.tiers.base import ChecksumMismatchError
 from opal_connector.tiers.directory import Slot, find_slots, object_paths, summarize
-from opal_connector.tiers.file_io import DIRECTORY_MODE
+from opal_connector.tiers.file_io import DIRECTORY_MODE, put_back
 from opal_connector.tiers.file_names import (
     INDEX_NAME,
     LOCK_NAME,
@@ -58,9 +58,8 @@ def quarantine(root: Path, slot: Slot, path: str, check: Callable[[str], object]
         check(str(target))
     except ChecksumMismatchError:
         return True
-    with contextlib.suppress(FileExistsError):  # there is a newer one
-        os.link(target, path)
-    shutil.rmtree(own)
+    put_back(str(target), path)
+    own.rmdir()
     return False
 
 
@@ -89,9 +88,7 @@ def _remove_unreadable(path: str, removed: Removed) -> None:
     except FileNotFoundError:
         return
     if read_header(claimed).header is not None:
-        with contextlib.suppress(FileExistsError):
-            os.link(claimed, path, follow_symlinks=False)
-        os.unlink(claimed)
+        put_back(claimed, path)
         return
     size = _used_by(claimed)
     if os.path.isdir(claimed):

@@ -10,6 +10,7 @@ from typing import ClassVar, Final
 from typing_extensions import override
 
 from opal_connector.tiers.base import ChecksumMismatchError
+from opal_connector.tiers.file_errors import ObjectGoneError, as_gone
 from opal_connector.tiers.file_names import object_key, object_path, slot_name
 from opal_connector.tiers.file_sizes import files_under, used_bytes
 from opal_connector.tiers.file_tier import FileTier
@@ -61,8 +62,10 @@ class DistributedFS(FileTier):
         for key in self._due(keys):
             try:
                 os.utime(object_path(self._directory, key))
-            except FileNotFoundError:
-                continue  # another instance removed it
+            except OSError as error:
+                if not isinstance(as_gone(error), ObjectGoneError):
+                    raise
+                # Another instance removed it.
 
     @override
     def _take_directory(self, namespace: bytes) -> str:

@@ -42,6 +42,8 @@ def allows_direct(rows: Rows) -> bool:
 def supports_direct(directory: str) -> bool:
     """Whether files here can be written past the page cache; tried with one small file. Blocks.
 
+    On a full medium that cannot be found out, and the page cache always works.
+
     Raises:
         OSError: The directory cannot be written to at all.
     """
@@ -51,7 +53,7 @@ def supports_direct(directory: str) -> bool:
     try:
         file = create(path, direct=True)
     except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSPC, errno.EDQUOT):
             return False
         raise
     finally:
@@ -60,9 +62,8 @@ def supports_direct(directory: str) -> bool:
             os.unlink(path)
     try:
         os.pwrite(file, aligned_buffer(ALIGNMENT), 0)
-    except OSError as error:
-        # Full is no answer; any file of ours is then tried the fast way, and fails or not.
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    except OSError:
+        return False  # some filesystems take the flag, and refuse at the first write
     finally:
         os.close(file)
     return True
@@ -76,6 +77,22 @@ def create(path: str, *, direct: bool) -> int:
 def open_for_reading(path: str, *, direct: bool = False) -> int:
     """The descriptor of a file that is there. Follows no link."""
     return os.open(path, _OLD_FILE | (_DIRECT if direct else 0))
+
+
+def put_back(claimed: str, path: str) -> None:
+    """Give a file its name back, unless there is another one by now; then it is removed. Blocks.
+
+    Raises:
+        OSError: The medium failed.
+    """
+    try:
+        os.link(claimed, path, follow_symlinks=False)
+    except FileExistsError:
+        pass  # the newer one counts
+    except OSError:
+        os.rename(claimed, path)  # a filesystem without links
+        return
+    os.unlink(claimed)
 
 
 def adjacent_runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,12 @@ from typing_extensions import Buffer
 from opal_connector.tiers import file_io
 from opal_connector.tiers.base import ChecksumMismatchError, Rows
 from opal_connector.tiers.checks import verify_row
-from opal_connector.tiers.file_errors import AbandonedError, as_gone, as_no_space
+from opal_connector.tiers.file_errors import (
+    AbandonedError,
+    ObjectGoneError,
+    as_gone,
+    as_no_space,
+)
 from opal_connector.tiers.file_names import (
     namespace_name,
     new_temporary_name,
@@ -133,7 +138,7 @@ class FileTier(ABC):
                     os.unlink(temporary)
                 raise
             if self._fsync:
-                _sync_directory(folder)
+                _sync_name(folder, path)
         except OSError as error:
             raise as_no_space(error) from error
         self._published(name)
@@ -190,13 +195,13 @@ class FileTier(ABC):
         # somebody may put another one there.
         try:
             os.rename(path, claimed)
-        except FileNotFoundError:
+        except OSError as error:
+            if not isinstance(as_gone(error), ObjectGoneError):
+                raise
             self._removed(key)
             return
         if self._is_other_object(claimed, name):
-            with contextlib.suppress(FileExistsError):  # a newer one is there already
-                os.link(claimed, path, follow_symlinks=False)
-            os.unlink(claimed)
+            file_io.put_back(claimed, path)
             return
         os.unlink(claimed)
         self._removed(key)
@@ -352,9 +357,15 @@ class FileTier(ABC):
         return False
 
 
-def _sync_directory(path: str) -> None:
-    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _sync_name(folder: str, path: str) -> None:
+    """Have the name of a new file reach the disk; without that, the file goes again."""
     try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except OSError:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        raise

@@ -56,7 +56,7 @@ def list_directory(directory: str) -> Listing:
     listing = Listing()
     for name in sorted(os.listdir(directory)):
         path = f"{directory}/{name}"
-        if len(name) != _FAN_OUT_DIGITS or not os.path.isdir(path):
+        if len(name) != _FAN_OUT_DIGITS or not os.path.isdir(path) or os.path.islink(path):
             listing.other_paths.append(path)
             continue
         for file_name in os.listdir(path):

@@ -16,8 +16,10 @@ def remove_leftovers(
 
     `by_age_only` is for directories that hosts share, where a process id says little.
 
+    Where the clock cannot be read, as on a full medium, no age is old enough.
+
     Raises:
-        OSError: There is a temporary file, and the clock of the directory cannot be read.
+        OSError: A leftover cannot be removed.
     """
     kept: list[str] = []
     now: float | None = None
@@ -27,7 +29,7 @@ def remove_leftovers(
             kept.append(path)
             continue
         if now is None:
-            now = filesystem_now(directory)
+            now = _now(directory)
         try:
             age_seconds = now - os.stat(path, follow_symlinks=False).st_mtime
         except FileNotFoundError:
@@ -43,3 +45,10 @@ def remove_leftovers(
         else:
             kept.append(path)
     return kept
+
+
+def _now(directory: str) -> float:
+    try:
+        return filesystem_now(directory)
+    except OSError:
+        return float("-inf")

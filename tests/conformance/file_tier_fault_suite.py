@@ -206,6 +206,70 @@ class FileTierFaultSuite(FileTierSuite):
         assert len(os.listdir("/proc/self/fd")) == before
         pool.read(tier, make_name(1))
 
+    def test_ht_59_restart_on_a_full_disk(
+        self, tier: FileTier, pool: Pool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No file can be made: what is there is found and read, and a store is refused."""
+        pool.write(tier, make_name(1))
+        (tier.directory / f".tmp-1-1-1-{'0' * 16}").touch()  # of another host
+        tier.close()
+        real = os.open
+
+        def full(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+            if flags & os.O_EXCL:
+                raise OSError(errno.ENOSPC, "full", path)
+            return real(path, flags, *args, **kwargs)
+
+        monkeypatch.setattr(os, "open", full)
+        again = self.make(tier.root, tier.row_bytes)
+
+        assert list(again.open(NAMESPACE)) == [(make_name(1),)]
+        pool.read(again, make_name(1))
+        with pytest.raises(NoSpaceError):
+            pool.write(again, make_name(2))
+        again.close()
+
+    def test_fsync_that_fails_leaves_nothing(
+        self, tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of the file or of its name: what is not known to be on the disk does not count."""
+        tier = self.make(tmp_path / "synced", pool.row_bytes)
+        tier._fsync = True
+        assert list(tier.open(NAMESPACE)) == []
+        pool.write(tier, make_name(0))
+        real, calls = os.fsync, 0
+
+        def fail_later(file: int) -> None:
+            nonlocal calls
+            calls += 1
+            if calls >= wanted:
+                raise OSError(errno.EIO, "injected")
+            real(file)
+
+        monkeypatch.setattr(os, "fsync", fail_later)
+        for wanted in (1, 2):
+            calls = 0
+            with pytest.raises(OSError, match="injected"):
+                pool.write(tier, make_name(wanted))
+            with pytest.raises(ObjectGoneError):
+                pool.read(tier, make_name(wanted))
+
+        assert self.raw_temporaries(tier.root) == []
+        assert self.names_after_restart(tier) == [make_name(0)]
+
+    def test_ht_55_filesystem_without_links(
+        self, tier: FileTier, pool: Pool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What was taken out of sight and is another's comes back there too."""
+        other = make_name(1, parent=998)
+        pool.write(tier, other)
+        self.fail_in(monkeypatch, "link", errno.EPERM)
+
+        tier.remove_object(make_name(1))
+
+        pool.read(tier, other)
+        assert self.raw_temporaries(tier.root) == []
+
     def fail_in(self, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
         """Let a system call fail; a `close` closes and then fails, as on a network filesystem."""
         real_close = os.close
