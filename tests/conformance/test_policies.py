@@ -1,12 +1,13 @@
 """Every eviction policy under the one suite, and under what is special to it."""
 
 import random
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 import pytest
 from typing_extensions import override
 
 pytest.importorskip("hypothesis")
+from naive_lru import NaiveLRU
 from policy_suite import PolicySuite, misses, skewed_trace
 
 from opal_connector.eviction import POLICIES, EvictionPolicy, LRUPolicy, make_policy
@@ -41,61 +42,6 @@ GOLDEN_MISSES = {
     ("AUTO", 200): 13_455,
     ("AUTO", 800): 9_235,
 }
-
-
-class NaiveLRU(EvictionPolicy):
-    """The definition: one list, the least recently used key first."""
-
-    def __init__(self) -> None:
-        self.order: list[int] = []
-        self.pinned: set[int] = set()
-
-    @override
-    def insert(self, key: int) -> None:
-        self.order.append(key)
-
-    @override
-    def touch(self, key: int) -> None:
-        self.order.remove(key)
-        self.order.append(key)
-
-    @override
-    def remove(self, key: int) -> None:
-        self.order.remove(key)
-        self.pinned.discard(key)
-
-    @override
-    def pin(self, key: int) -> None:
-        self.pinned.add(key)
-
-    @override
-    def unpin(self, key: int) -> None:
-        self.pinned.discard(key)
-
-    @override
-    def evict(self, count: int, protected: Container[int] = ()) -> list[int] | None:
-        free = [key for key in self.order if key not in self.pinned and key not in protected]
-        if count > len(free):
-            return None
-        for key in free[:count]:
-            self.order.remove(key)
-        return free[:count]
-
-    @override
-    def restore(self, keys: Sequence[int]) -> None:
-        self.order = [*keys, *self.order]
-
-    @override
-    def __len__(self) -> int:
-        return len(self.order)
-
-    @override
-    def __contains__(self, key: object) -> bool:
-        return key in self.order
-
-    @override
-    def check(self) -> None:
-        return
 
 
 class TestLRU(PolicySuite):

@@ -66,7 +66,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str, str]] = [
     ({"CPUMemory": {"capacity_GB": "-8 GB"}}, "CPUMemory.capacity_GB", "'-8 GB'", GIB),
     ({"CPUMemory": {"capacity_GB": ""}}, "CPUMemory.capacity_GB", "''", GIB),
     ({"CPUMemory": {"capacity_GB": [1]}}, "CPUMemory.capacity_GB", "[1]", "float | str"),
-    ({"CPUMemory": {"eviction_policy": "FIFO"}}, "CPUMemory.eviction_policy", "'FIFO'", "LRU"),
+    ({"CPUMemory": {"eviction_policy": "MRU"}}, "CPUMemory.eviction_policy", "'MRU'", "LRU"),
     ({"CPUMemory": {"eviction_policy": 3}}, "CPUMemory.eviction_policy", "3", "LRU"),
     ({"CPUMemory": {"eviction_threshold": 0}}, "CPUMemory.eviction_threshold", "0", "above 0"),
     ({"CPUMemory": {"eviction_threshold": 2}}, "CPUMemory.eviction_threshold", "2", "at most 1"),
