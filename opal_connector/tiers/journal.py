@@ -229,10 +229,7 @@ class Journal:
         try:
             file_io.write_fully(self._file, [frames], self._file_bytes)
         except OSError:
-            # Half a frame would hide all that follow it.
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._file, self._file_bytes)
-            return
+            return  # the next frame goes where this one should have gone
         self._file_bytes += len(frames)
         if self._file_bytes > self._limit_bytes:
             self._compact()

@@ -216,7 +216,7 @@ def test_snapshot_of_many_pages(tmp_path: Path) -> None:
 def test_full_disk_costs_entries_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a frame is cut off again: what comes when there is space again can be read."""
+    """Half a frame is written over: what comes when there is space again can be read."""
     log = resume(tmp_path)
     log.put(name(0))
     log.flush()

@@ -1,5 +1,6 @@
 """What only `LocalNVMe` does: slots for processes, an index, leftovers of dead processes."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -83,6 +84,30 @@ def test_removed_lock_protects_nothing(tmp_path: Path) -> None:
     second, _ = opened(tmp_path)
 
     assert second.directory.name == "r0"
+    first.close()
+    second.close()
+
+
+def test_directory_removed_between_opening_and_locking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock on a file that has lost its name keeps nobody out: it is taken again."""
+    real, calls = fcntl.flock, 0
+
+    def remove_first(file: int, operation: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            next(tmp_path.rglob("lock")).unlink()
+        real(file, operation)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", remove_first)
+        first, _ = opened(tmp_path)
+    second, _ = opened(tmp_path)
+
+    assert calls == 2
+    assert [tier.directory.name for tier in (first, second)] == ["r0", "r0-1"]
     first.close()
     second.close()
 
