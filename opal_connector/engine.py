@@ -31,6 +31,7 @@ from opal_connector.managers import (
     object_key,
     tier_space,
 )
+from opal_connector.sharing import link_shared_tier
 from opal_connector.tiers import (
     CPUMemory,
     InlineMover,
@@ -101,6 +102,8 @@ class OpalKVCacheEngine:
         self._mover = InlineMover(self._tiers, paged, rank=rank)
         for page in self._mover.open(metadata.namespace):
             self.manager.adopt(page)
+        self._shared = link_shared_tier(config, self.manager, namespace=metadata.namespace, ranks=1)
+        self._shared_lock = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -212,6 +215,8 @@ class OpalKVCacheEngine:
 
     def close(self) -> None:
         """Give up the tiers. No call follows."""
+        if self._shared is not None:
+            self._shared.close()
         for tier in self._tiers:
             tier.close()
 
@@ -223,12 +228,23 @@ class OpalKVCacheEngine:
 
     def _keep_up(self) -> None:
         """Do what is due between the tiers, until nothing is."""
-        while self.manager.wants_upkeep:
+        while self._poll_shared() or self.manager.wants_upkeep:
             batch = self.manager.plan_upkeep()
             jobs: list[Job] = [*batch.drops, *batch.copies]
             for job in jobs:
                 self._run(job)
             self._mover.touch(batch.touches)
+
+    def _poll_shared(self) -> bool:
+        """Hear what other instances did; whether an answer is still to come."""
+        if self._shared is None:
+            return False
+        with self._shared_lock:
+            self._shared.poll()
+            is_waiting = self._shared.is_waiting
+        if is_waiting:
+            time.sleep(_POLL_SECONDS / 10)
+        return is_waiting
 
     def _request(self, tokens: Sequence[int], identity: RequestIdentity | None) -> OpalRequest:
         request = self.manager.new_request(f"engine-{next(self._request_ids)}", identity)
@@ -238,6 +254,7 @@ class OpalKVCacheEngine:
     def _look(self, request: OpalRequest, num_computed_tokens: int) -> LookupResult:
         """Look up, waiting for what another thread is moving, within the manager's bound."""
         while True:
+            self._poll_shared()
             result = self.manager.lookup(
                 request,
                 computed_blocks=num_computed_tokens // self._block_tokens,

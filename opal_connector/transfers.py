@@ -157,6 +157,36 @@ class TierHealth(StrEnum):
     SUSPENDED = "suspended"  # neither, until a probe succeeds
 
 
+class Question(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a shared tier may hold of a sequence, beyond what is known.
+
+    `chain` are whole chunks in order, of which only a beginning without a gap is of use; `tails`
+    are what may stand behind all of them, the longest first, of which one is of use.
+    """
+
+    question_id: int
+    tier: int
+    chain: tuple[ObjectName, ...]
+    tails: tuple[ObjectName, ...]
+
+
+class SharedNews(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What is heard of a shared tier: answers, what others did, and leave to write.
+
+    `answered` names questions; `found` are objects that are there, `gone` keys of objects that are
+    not any more. With `is_grant`, `granted_bytes` may be written in addition; `was_crowded` says
+    that others had to go for it, or that there was no room.
+    """
+
+    tier: int
+    answered: tuple[int, ...] = ()
+    found: tuple[ObjectName, ...] = ()
+    gone: tuple[bytes, ...] = ()
+    is_grant: bool = False
+    granted_bytes: int = 0
+    was_crowded: bool = False
+
+
 class InventoryPage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Objects that a tier had before this process, the least recently used first.
 

@@ -13,6 +13,7 @@ from opal_connector.managers.placement import TierRules
 from opal_connector.managers.records import ObjectRecord, ObjectSpec, ObjectState, object_key
 from opal_connector.managers.refusals import Refusal
 from opal_connector.managers.request import OpalRequest
+from opal_connector.managers.shared_space import SharedSpace
 from opal_connector.managers.single_type import (
     SINGLE_TYPE_MANAGERS,
     FullAttentionManager,
@@ -41,6 +42,7 @@ __all__ = [
     "OpalStorageManager",
     "Refusal",
     "Segment",
+    "SharedSpace",
     "SingleTypeManager",
     "Space",
     "TierPool",

@@ -6,9 +6,11 @@ from opal_connector.config import OpalConfig
 from opal_connector.events import EventLog
 from opal_connector.eviction import make_policy
 from opal_connector.keys import OpalTokenDatabase
+from opal_connector.managers.asking import Asking
 from opal_connector.managers.coordinator import Unitary
 from opal_connector.managers.manager import OpalKVCacheManager
 from opal_connector.managers.placement import TierRules
+from opal_connector.managers.shared_space import SharedSpace
 from opal_connector.managers.single_type import SINGLE_TYPE_MANAGERS
 from opal_connector.managers.storage_backend import OpalStorageBackend
 from opal_connector.managers.storage_manager import OpalStorageManager
@@ -65,7 +67,21 @@ def build_manager(
         storage=storage,
         coordinator=Unitary(storage, [group]),
         rules=rules,
+        asking=_asking(config, chunk_blocks),
         ranks=ranks,
+    )
+
+
+def _asking(config: OpalConfig, chunk_blocks: int) -> Asking | None:
+    """Questions about the shared tier, if there is one and lookups may wait for answers."""
+    timeout_seconds = config.DistributedFS.lookup_timeout_seconds
+    if "DistributedFS" not in config.kvc_tiers or timeout_seconds == 0:
+        return None
+    return Asking(
+        tier=config.kvc_tiers.index("DistributedFS"),
+        group=0,
+        chunk_blocks=chunk_blocks,
+        timeout_seconds=timeout_seconds,
     )
 
 
@@ -87,6 +103,7 @@ def tier_space(
     """The room of a configured tier; `file_bytes(blocks, row_bytes)` is the size of a file."""
     if config.file_tier(name) is None:
         return TierPool(capacity_rows=capacity_bytes // row_bytes, row_bytes=row_bytes)
-    return FileSpace(
+    kind = SharedSpace if name == "DistributedFS" else FileSpace
+    return kind(
         capacity_bytes=capacity_bytes, file_bytes=lambda blocks: file_bytes(blocks, row_bytes)
     )

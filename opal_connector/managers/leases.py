@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from opal_connector.managers.asking import Asking
 from opal_connector.managers.coordinator import OpalKVCacheCoordinator
 from opal_connector.managers.planning import before_any_load
 from opal_connector.managers.request import Lease, OpalRequest, block_count
@@ -19,9 +20,15 @@ class Leases:
     guarded by the lock of `OpalKVCacheManager`.
     """
 
-    def __init__(self, storage: OpalStorageManager, coordinator: OpalKVCacheCoordinator) -> None:
+    def __init__(
+        self,
+        storage: OpalStorageManager,
+        coordinator: OpalKVCacheCoordinator,
+        asking: Asking | None = None,
+    ) -> None:
         self._storage = storage
         self._coordinator = coordinator
+        self._asking = asking
         self._leased: dict[int, OpalRequest] = {}
 
     def __len__(self) -> int:
@@ -89,6 +96,10 @@ class Leases:
         if may_grow and self._may_wait(request, now):
             self.release(request)
             return None
+        stop_block = first_block + sum(segment.block_count for segment in found)
+        if self._is_asked(request, stop_block, max_blocks, now):
+            self.release(request)
+            return None
         for segment in (*kept, *found):
             self._storage.tiers[segment.tier].pin(segment.record)
         self.release(request)
@@ -97,6 +108,16 @@ class Leases:
         )
         self._leased[id(request)] = request
         return request.lease
+
+    def _is_asked(self, request: OpalRequest, stop_block: int, max_blocks: int, now: float) -> bool:
+        """Whether a shared tier is being asked for what is missing."""
+        if self._asking is None or stop_block >= max_blocks:
+            return False
+        if not self._storage.tiers[self._asking.tier].is_readable:
+            return False
+        return self._asking.is_pending(
+            request, stop_block=stop_block, max_blocks=max_blocks, now=now
+        )
 
     def _may_wait(self, request: OpalRequest, now: float) -> bool:
         if request.waiting_since is None:

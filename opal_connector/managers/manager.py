@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from opal_connector.events import KVCEvent
 from opal_connector.keys import OpalTokenDatabase, RequestIdentity
+from opal_connector.managers.asking import Asking
 from opal_connector.managers.audit import audit_leases
 from opal_connector.managers.coordinator import OpalKVCacheCoordinator
 from opal_connector.managers.counters import BookCounters, add
@@ -22,6 +23,7 @@ from opal_connector.managers.planning import (
     draft_load,
     draft_store,
 )
+from opal_connector.managers.records import ObjectKey
 from opal_connector.managers.refusals import Refusal
 from opal_connector.managers.request import OpalRequest, block_count
 from opal_connector.managers.settlement import Settlement
@@ -33,6 +35,8 @@ from opal_connector.transfers import (
     JobBatch,
     JobResult,
     LoadJob,
+    Question,
+    SharedNews,
     StoreJob,
     TierHealth,
 )
@@ -52,6 +56,7 @@ class OpalKVCacheManager:
         storage: OpalStorageManager,
         coordinator: OpalKVCacheCoordinator,
         rules: Sequence[TierRules] = (),
+        asking: Asking | None = None,
         ranks: int = 1,
     ) -> None:
         self.database = database
@@ -62,7 +67,8 @@ class OpalKVCacheManager:
         self._version = 0
         self._looked_at_version = -1
         self._jobs = JobTable(ranks)
-        self._leases = Leases(storage, coordinator)
+        self._asking = asking
+        self._leases = Leases(storage, coordinator, asking)
         self._counters = BookCounters()
         self._placement = Placement(
             storage, rules or [TierRules()] * len(storage.tiers), self._counters
@@ -235,6 +241,26 @@ class OpalKVCacheManager:
         with self._lock:
             self._upkeep.adopt(page)
             self._version += 1
+
+    def take_questions(self) -> list[Question]:
+        """What lookups want to know of a shared tier, since the last call."""
+        if self._asking is None or not self._asking.has_questions:
+            return []
+        with self._lock:
+            return self._asking.take()
+
+    def hear(self, news: SharedNews, now: float) -> None:
+        """Take note of what a shared tier's keeper has found out."""
+        with self._lock:
+            self._upkeep.hear(news)
+            if self._asking is not None:
+                self._asking.answer(news.answered, news.found, now)
+            self._version += 1
+
+    def is_held(self, key: bytes) -> bool:
+        """Whether some copy of an object is promised or in motion. May be called by any thread."""
+        with self._lock:
+            return self.storage.is_held(ObjectKey(key))
 
     def report_health(self, rank: int, health: Sequence[TierHealth]) -> None:
         """Take note of what the tiers of a rank can do now, by place."""

@@ -36,8 +36,8 @@ class TierRules(msgspec.Struct, frozen=True):
 class Placement:
     """Decides on copies between tiers.
 
-    Mutable state: per target tier the queue of wishes and what is in flight; guarded by the lock
-    of `OpalKVCacheManager`.
+    Mutable state: per target tier the queue of wishes and what is in flight, per source tier the
+    bytes that are moving out; guarded by the lock of `OpalKVCacheManager`.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Placement:
         self._queues: list[deque[ObjectKey]] = [deque() for _ in self._rules]
         self._flight_bytes = [0] * len(self._rules)
         self._flight_objects = [0] * len(self._rules)
+        self._moving_bytes = [0] * len(self._rules)
         self.admissions = [
             Admission(tier, is_adaptive=rule.admission == "adaptive")
             for tier, rule in zip(storage.tiers, self._rules, strict=True)
@@ -107,6 +108,8 @@ class Placement:
         if item.source is not None:
             self._flight_bytes[item.target_tier] -= item.target.size_bytes
             self._flight_objects[item.target_tier] -= 1
+            if item.is_move:
+                self._moving_bytes[item.source_tier] -= item.source.size_bytes
 
     def clear(self) -> None:
         """Forget all wishes; what is in flight ends by itself."""
@@ -123,6 +126,12 @@ class Placement:
             ]
             assert self._flight_bytes[target] == sum(sizes), "bytes in flight differ"
             assert self._flight_objects[target] == len(sizes), "objects in flight differ"
+            moving = [
+                item.source.size_bytes
+                for item in copies
+                if item.is_move and item.source is not None and item.source_tier == target
+            ]
+            assert self._moving_bytes[target] == sum(moving), "bytes moving out differ"
 
     # ---- inside ----
 
@@ -147,13 +156,14 @@ class Placement:
     def _draft_demotions(self, place: int, planned: list[PlannedCopy]) -> None:
         """Give up what a tier has too much of: what is below already at once, the rest by MOVE."""
         tier = self._storage.tiers[place]
-        excess_bytes = tier.levels.excess_bytes
-        if excess_bytes <= 0:
+        if tier.levels.excess_bytes <= 0 or not tier.is_readable:
             return
         target = self._demotion_target(place)
         if target is None:
             tier.evict_ahead()
             return
+        # What is on its way out makes room when it has left: no other object has to go for it.
+        excess_bytes = tier.levels.take_excess_bytes() - self._moving_bytes[place]
         for record in tier.order.next_victims(_FLIGHT_OBJECTS):
             if excess_bytes <= 0:
                 return
@@ -196,6 +206,7 @@ class Placement:
         self._storage.tiers[place].pin(source)
         self._flight_bytes[target] += outcome.size_bytes
         self._flight_objects[target] += 1
+        self._moving_bytes[place] += source.size_bytes if is_move else 0
         planned.append(
             PlannedCopy(
                 source_tier=place,

@@ -65,6 +65,7 @@ class ObjectRecord(msgspec.Struct, gc=False, eq=False):
     state: ObjectState
     leases: int = 0
     loads: int = 0
+    is_gone: bool = False  # its file was removed by somebody else
 
     @property
     def is_readable(self) -> bool:

@@ -42,12 +42,14 @@ class OpalRequest:
     """
 
     __slots__ = (
+        "asked_key",
         "chain",
         "drop_reason",
         "hit_tokens",
         "lease",
         "lora_name",
         "next_chunk",
+        "question",
         "request_id",
         "stored_tokens",
         "waiting_since",
@@ -63,6 +65,8 @@ class OpalRequest:
         self.hit_tokens: dict[str, int] = {}
         self.stored_tokens = 0
         self.drop_reason: str | None = None  # of the last store plan
+        self.question: tuple[int, float] | None = None  # to a shared tier, and when it is too late
+        self.asked_key: bytes | None = None
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Hash what is new of the request's tokens."""

@@ -251,6 +251,14 @@ class OpalStorageBackend:
         """Take out an object that a MOVE has brought elsewhere; the MOVE is its only event."""
         self._withdraw(record)
 
+    def forget(self, key: ObjectKey) -> bool:
+        """Take out an object whose file somebody else removed. Returns whether it was here."""
+        record = self.index.get(key)
+        if record is not None:
+            record.is_gone = True
+            self._remove(record)
+        return record is not None
+
     def quarantine(self, record: ObjectRecord) -> bool:
         """Take out an object whose bytes are not what was stored; the next store rewrites it."""
         is_current = self.index.is_current(record)
@@ -386,7 +394,7 @@ class OpalStorageBackend:
 
     def _free(self, record: ObjectRecord) -> None:
         record.state = ObjectState.ABSENT
-        if self.space.frees_later:
+        if self.space.frees_later and not record.is_gone:
             self.leaving.add(record)
         else:
             self.space.free(record.rows)

@@ -97,6 +97,11 @@ class OpalStorageManager:
         """Take an object out of every tier, one DELETE event each; returns how many."""
         return sum(tier.remove(key, force=force) for tier in self.tiers)
 
+    def is_held(self, key: ObjectKey) -> bool:
+        """Whether some tier's copy is promised or in motion."""
+        records = (tier.index.records.get(key) for tier in self.tiers)
+        return any(record is not None and record.is_held for record in records)
+
     def clear(self) -> None:
         """Empty every tier."""
         for tier in self.tiers:

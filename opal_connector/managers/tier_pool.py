@@ -8,10 +8,16 @@ class Space(Protocol):
     """The room of one tier. Guarded by the owner of the books.
 
     `frees_later` says that what is given up has to be deleted by a worker first, and stays
-    charged until it is.
+    charged until it is. `is_shared` says that others fill it too, and that somebody else keeps the
+    limit for all of them.
     """
 
     frees_later: bool
+    is_shared: bool
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether others leave no room in it; only a shared one knows."""
 
     @property
     def used_bytes(self) -> int:
@@ -49,6 +55,8 @@ class TierPool:
     """
 
     frees_later = False
+    is_shared = False
+    is_crowded = False
 
     def __init__(self, *, capacity_rows: int, row_bytes: int) -> None:
         if capacity_rows < 0 or row_bytes < 1:
@@ -121,6 +129,8 @@ class FileSpace:
     """
 
     frees_later = True
+    is_shared = False
+    is_crowded = False
 
     def __init__(self, *, capacity_bytes: int, file_bytes: Callable[[int], int]) -> None:
         self.capacity_bytes = capacity_bytes

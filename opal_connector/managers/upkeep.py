@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from opal_connector.managers.jobs import JobKind, JobTable, PlannedDrop
 from opal_connector.managers.placement import Placement
 from opal_connector.managers.records import ObjectKey, ObjectRecord
+from opal_connector.managers.shared_space import SharedSpace
 from opal_connector.managers.storage_manager import OpalStorageManager
 from opal_connector.transfers import (
     CopyJob,
@@ -12,6 +13,7 @@ from opal_connector.transfers import (
     InventoryPage,
     JobBatch,
     ObjectName,
+    SharedNews,
     TierHealth,
 )
 
@@ -105,6 +107,16 @@ class Upkeep:
             else:
                 tier.discard(name)
         self._settle_health(page.tier)
+
+    def hear(self, news: SharedNews) -> None:
+        """Enter what others wrote to a shared tier, take out what they removed, write more."""
+        tier = self._storage.tiers[news.tier]
+        for name in news.found:
+            tier.adopt(name)
+        for key in news.gone:
+            tier.forget(ObjectKey(key))
+        if news.is_grant and isinstance(tier.space, SharedSpace):
+            tier.space.grant(news.granted_bytes, was_crowded=news.was_crowded)
 
     def report_health(self, rank: int, health: Sequence[TierHealth]) -> None:
         """Take note of how a rank's tiers are, by place."""

@@ -40,6 +40,8 @@ class Watermarks:
     @property
     def is_crowded(self) -> bool:
         """Whether what comes in now costs what is there its place."""
+        if self._space.is_shared:
+            return self._space.is_crowded
         return self._space.used_bytes >= _ALMOST * self._threshold * self._space.capacity_bytes
 
     def want(self, size_bytes: int) -> None:
@@ -55,8 +57,8 @@ class Watermarks:
     @property
     def excess_bytes(self) -> int:
         """Bytes to give up, so that there is room again; 0 below the threshold."""
-        if not self._evicts_ahead:
-            return 0
+        if not self._evicts_ahead or self._space.is_shared:
+            return 0  # in a shared tier whoever keeps the limit evicts
         capacity_bytes = self._space.capacity_bytes
         staying_bytes = self._space.used_bytes - self._leaving.size_bytes + self._wanted_bytes
         if staying_bytes <= self._threshold * capacity_bytes:

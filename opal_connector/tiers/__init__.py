@@ -12,6 +12,8 @@ from opal_connector.tiers.local_nvme import LocalNVMe
 from opal_connector.tiers.mover import LaneSettings, Mover
 from opal_connector.tiers.record import file_bytes
 from opal_connector.tiers.rows import ArrayBlocks
+from opal_connector.tiers.shared_directory import SharedDirectory
+from opal_connector.tiers.shared_keeper import Need, SharedKeeper
 
 __all__ = [
     "ArrayBlocks",
@@ -24,8 +26,11 @@ __all__ = [
     "LaneSettings",
     "LocalNVMe",
     "Mover",
+    "Need",
     "OpalMemoryObj",
     "PagedBlocks",
+    "SharedDirectory",
+    "SharedKeeper",
     "Tier",
     "TierStore",
     "allocate_host_rows",

@@ -80,8 +80,8 @@ class TemporaryName(msgspec.Struct, frozen=True):
 
 def new_temporary_name() -> str:
     """A file name that no other call in any process or host gives."""
-    pid = os.getpid()
-    return f".tmp-{pid}-{_own_start_time(pid)}-{next(_counter)}-{host_digits()}"
+    pid, start_time = own_process()
+    return f".tmp-{pid}-{start_time}-{next(_counter)}-{host_digits()}"
 
 
 def parse_temporary(file_name: str) -> TemporaryName | None:
@@ -107,6 +107,12 @@ def is_alive(pid: int, start_time: int) -> bool:
         return False
     except OSError:
         return True  # it is there, and we may not look: leave its work alone
+
+
+def own_process() -> tuple[int, int]:
+    """This process, so that others can tell whether it is alive: its id and start time."""
+    pid = os.getpid()
+    return pid, _own_start_time(pid)
 
 
 @lru_cache(maxsize=1)

@@ -35,11 +35,12 @@ from opal_connector.integrations.vllm.messages import (
     OpalStepResults,
     WorkerFacts,
 )
+from opal_connector.integrations.vllm.news import News
 from opal_connector.integrations.vllm.stats import OpalStats
 from opal_connector.integrations.vllm.store_planner import StorePlanner
 from opal_connector.integrations.vllm.tracker import IDENTITY_WAIT_SECONDS, RequestTracker
-from opal_connector.integrations.vllm.worker_news import WorkerNews
 from opal_connector.managers import LookupResult, LookupState, OpalRequest
+from opal_connector.sharing import link_shared_tier
 from opal_connector.transfers import (
     NO_JOBS,
     JobBatch,
@@ -91,7 +92,7 @@ class SchedulerHalf:
         self._fetching: set[str] = set()
         self._loads: list[LoadJob] = []
         self._stores: StorePlanner | None = None
-        self._news: WorkerNews | None = None
+        self._news: News | None = None
         self._workers: list[WorkerFacts] = []
         self._namespace = b""  # to be sent to the workers
         self._next_expiry = 0.0
@@ -136,7 +137,14 @@ class SchedulerHalf:
             warn=logger.warning,
         )
         self._namespace = self.books.metadata.namespace
-        self._news = WorkerNews(self.books.manager, self.holds, self._clock)
+        shared = link_shared_tier(
+            self._config,
+            self.books.manager,
+            namespace=self._namespace,
+            ranks=len(workers),
+            clock=self._clock,
+        )
+        self._news = News(self.books.manager, self.holds, shared, self._clock)
         if self._may_store and self.holds is not None:
             self._stores = StorePlanner(
                 self.books.manager, self.holds, self._identified, ranks=len(workers)
@@ -175,6 +183,8 @@ class SchedulerHalf:
         if not (self._may_load and tracker.may_load):
             return _MISS
         opal.extend(request.all_token_ids)
+        if self._news is not None:
+            self._news.poll_shared()
         result = self._lookup(tracker, (request.num_tokens - 1) // block_tokens, now)
         if result.state is LookupState.MISS:
             return _MISS
@@ -306,15 +316,10 @@ class SchedulerHalf:
         """Whether the engine must step on although no request needs it."""
         if self.books is None:
             return False
-        return bool(
-            self.books.manager.open_job_count
-            or self._loads
-            or self._stores
-            or (self._news is not None and self._news.has_more)
-            or len(self._log)
-            or self.books.manager.storage.is_opening
-            or self.books.manager.wants_upkeep
-        )
+        manager = self.books.manager
+        has_news = self._news is not None and self._news.has_more
+        is_busy = manager.open_job_count or manager.storage.is_opening or manager.wants_upkeep
+        return bool(is_busy or has_news or self._loads or self._stores or len(self._log))
 
     def frees_blocks_soon(self) -> bool:
         """Whether waiting a step gives vLLM blocks that a preemption would cost a request."""
@@ -330,7 +335,9 @@ class SchedulerHalf:
         return True
 
     def close(self) -> None:
-        """End the background thread."""
+        """End the background threads."""
+        if self._news is not None:
+            self._news.close()
         self._loras.close()
 
     # ---- inside ----

@@ -1,4 +1,4 @@
-"""What the workers report, written into the books a little at every step."""
+"""What workers and other instances report, written into the books a little at every step."""
 
 import logging
 from collections import deque
@@ -8,6 +8,7 @@ from opal_connector.integrations.vllm.block_holds import BlockHolds
 from opal_connector.integrations.vllm.guard import contained
 from opal_connector.integrations.vllm.messages import OpalStepResults
 from opal_connector.managers import OpalKVCacheManager
+from opal_connector.sharing import SharedTierLink
 from opal_connector.transfers import InventoryPage, JobResult, TierHealth
 
 logger = logging.getLogger(__name__)
@@ -15,18 +16,23 @@ logger = logging.getLogger(__name__)
 _ADOPTION_SECONDS = 0.001  # of one step, for objects that were there before
 
 
-class WorkerNews:
-    """Results, inventories and health of all ranks, on their way into the books.
+class News:
+    """Results, inventories and health of all ranks, and what is heard of a shared tier.
 
     Mutable state: results that could not be booked and pages that were not entered yet; used by
     the engine core's thread only.
     """
 
     def __init__(
-        self, manager: OpalKVCacheManager, holds: BlockHolds | None, clock: Callable[[], float]
+        self,
+        manager: OpalKVCacheManager,
+        holds: BlockHolds | None,
+        shared: SharedTierLink | None,
+        clock: Callable[[], float],
     ) -> None:
         self._manager = manager
         self._holds = holds
+        self._shared = shared
         self._clock = clock
         self._unbooked: list[JobResult] = []
         self._pages: deque[InventoryPage] = deque()
@@ -34,7 +40,8 @@ class WorkerNews:
     @property
     def has_more(self) -> bool:
         """Whether something waits for the next step."""
-        return bool(self._pages or self._unbooked)
+        is_waiting = self._shared is not None and self._shared.is_waiting
+        return bool(self._pages or self._unbooked) or is_waiting
 
     def take(self, news: OpalStepResults) -> None:
         """Book what came in this step."""
@@ -49,7 +56,9 @@ class WorkerNews:
         self._pages += news.pages
 
     def catch_up(self) -> None:
-        """Go on with what was left over."""
+        """Go on with what was left over, and hear what other instances did."""
+        with contained("build_connector_meta"):
+            self.poll_shared()
         results, self._unbooked = self._unbooked, []
         for result in results:
             with contained("build_connector_meta"):
@@ -62,6 +71,16 @@ class WorkerNews:
             if page.is_last:
                 tier = self._manager.storage.tiers[page.tier]
                 logger.info("%s is open: %d objects from before", tier.tier, len(tier))
+
+    def poll_shared(self) -> None:
+        """Hear what is new of a shared tier, and ask what lookups want to know."""
+        if self._shared is not None:
+            self._shared.poll()
+
+    def close(self) -> None:
+        """Leave the shared tier."""
+        if self._shared is not None:
+            self._shared.close()
 
     def _book(self, result: JobResult) -> None:
         try:

@@ -1,0 +1,89 @@
+"""Links the books of one instance with the keeper of a directory that it shares with others."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from opal_connector.config import OpalConfig
+from opal_connector.managers import OpalKVCacheManager, SharedSpace
+from opal_connector.tiers import Need, SharedDirectory, SharedKeeper
+
+_PATIENCE_SECONDS = 10.0  # for a keeper whose directory hangs
+
+
+class SharedTierLink:
+    """Carries questions and needs to the keeper and its news to the books.
+
+    Mutable state: whether an answer is due, and since when; used by the thread that owns the
+    books. Nothing here waits.
+    """
+
+    def __init__(
+        self,
+        manager: OpalKVCacheManager,
+        keeper: SharedKeeper,
+        space: SharedSpace,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._manager = manager
+        self._keeper = keeper
+        self._space = space
+        self._clock = clock
+        self._is_renewing = False
+        self._asked_at = float("-inf")
+        self._open_questions = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the keeper owes an answer that it will probably give."""
+        is_owed = self._is_renewing or self._open_questions > 0
+        return is_owed and self._clock() - self._asked_at < _PATIENCE_SECONDS
+
+    def poll(self) -> None:
+        """Exchange what there is. Cheap when there is nothing."""
+        if self._keeper.has_news:
+            for news in self._keeper.take_news():
+                self._is_renewing = self._is_renewing and not news.is_grant
+                self._open_questions -= len(news.answered)
+                self._manager.hear(news, self._clock())
+        questions = self._manager.take_questions()
+        if questions:
+            self._keeper.ask(questions)
+            self._open_questions += len(questions)
+            self._asked_at = self._clock()
+        if self._space.wanted_bytes and not self._is_renewing:
+            self._keeper.renew(Need(self._space.wanted_bytes, self._space.unused_bytes))
+            self._is_renewing = True
+            self._asked_at = self._clock()
+
+    def close(self) -> None:
+        """End the keeper."""
+        self._keeper.close(unused_bytes=self._space.unused_bytes)
+
+
+def link_shared_tier(
+    config: OpalConfig,
+    manager: OpalKVCacheManager,
+    *,
+    namespace: bytes,
+    ranks: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> SharedTierLink | None:
+    """The link for the configured shared tier, with its keeper started; None without one."""
+    settings = config.DistributedFS
+    for place, tier in enumerate(manager.storage.tiers):
+        if isinstance(tier.space, SharedSpace) and settings.path is not None:
+            directory = SharedDirectory(
+                Path(settings.path).expanduser(),
+                namespace=namespace,
+                ranks=ranks,
+                limit_bytes=tier.space.capacity_bytes,
+            )
+            keeper = SharedKeeper(
+                directory,
+                tier=place,
+                refresh_seconds=settings.refresh_seconds,
+                is_held=manager.is_held,
+            )
+            return SharedTierLink(manager, keeper, tier.space, clock)
+    return None
