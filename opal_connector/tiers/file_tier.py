@@ -14,7 +14,7 @@ from typing_extensions import Buffer
 
 from opal_connector.tiers import file_io
 from opal_connector.tiers.base import ChecksumMismatchError, Rows
-from opal_connector.tiers.checks import verify_row
+from opal_connector.tiers.checks import row_check
 from opal_connector.tiers.file_errors import (
     AbandonedError,
     ObjectGoneError,
@@ -177,7 +177,8 @@ class FileTier(ABC):
         )
         checks = [known[position] for position in positions]
         for position, row, check in zip(positions, into_rows, checks, strict=True):
-            verify_row(into[row], name.run, position, check, f"block {position} of {path}")
+            if row_check(into[row], name.run, position) != check:
+                raise ChecksumMismatchError(f"block {position} of {path} is damaged")
         return checks
 
     def remove_object(self, name: ObjectName) -> None:

@@ -42,7 +42,7 @@ def read_record(
     stride = row_stride(row_bytes)
     gap = stride - row_bytes
     padding = bytearray(gap * len(positions))
-    paddings = _split(memoryview(padding), gap)
+    paddings = _split(memoryview(padding), gap) if gap else []
     last = len(name.run) // HASH_BYTES - 1
     is_header_read = is_end_found = False
     try:
@@ -80,4 +80,4 @@ def header_size(name: ObjectName) -> int:
 
 
 def _split(view: memoryview, size: int) -> list[memoryview]:
-    return [view[start : start + size] for start in range(0, len(view), size)] if size else []
+    return [view[start : start + size] for start in range(0, len(view), size)]
