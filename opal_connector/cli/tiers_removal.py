@@ -65,19 +65,25 @@ def quarantine(root: Path, slot: Slot, path: str, check: Callable[[str], object]
 
 def collect_garbage(root: Path, removed: Removed) -> None:
     """Remove leftovers of the dead, and objects' files that no reader would accept. Blocks."""
+    # Instances that share a directory write at its root too.
+    _remove_leftovers(str(root), [entry.path for entry in os.scandir(root)], removed)
     for slot in find_slots(root):
         listing = list_directory(slot.path)
-        leftovers = [
-            path for path in listing.other_paths if parse_temporary(os.path.basename(path))
-        ]
-        sizes = {path: _used_by(path) for path in leftovers}
-        kept = remove_leftovers(slot.path, leftovers, by_age_only=not slot.has_lock)
-        for path in set(leftovers) - set(kept):
-            removed.leftovers += 1
-            removed.freed_bytes += sizes[path]
+        _remove_leftovers(slot.path, listing.other_paths, removed, has_lock=slot.has_lock)
         for scanned in scan_headers(slot.path, listing.keys):
             if scanned.header is None and not scanned.is_unread:
                 _remove_unreadable(scanned.path, removed)
+
+
+def _remove_leftovers(
+    directory: str, paths: list[str], removed: Removed, *, has_lock: bool = False
+) -> None:
+    temporary = [path for path in paths if parse_temporary(os.path.basename(path))]
+    sizes = {path: _used_by(path) for path in temporary}
+    kept = remove_leftovers(directory, temporary, by_age_only=not has_lock)
+    for path in set(temporary) - set(kept):
+        removed.leftovers += 1
+        removed.freed_bytes += sizes[path]
 
 
 def _remove_unreadable(path: str, removed: Removed) -> None:

@@ -312,6 +312,18 @@ def test_gc_leaves_the_temporaries_of_a_shared_directory_their_hour(tmp_path: Pa
     read(tier, 1)
 
 
+def test_gc_looks_at_the_root_too(root: Path) -> None:
+    """Instances that share a directory write there; what is young may be theirs."""
+    old, young = root / dead_temporary(), root / dead_temporary()
+    for path in (old, young):
+        path.touch()
+    os.utime(old, (1, 1))
+
+    assert facts("gc", root)["leftovers"] == 1
+    assert not old.exists()
+    assert young.exists()
+
+
 def test_gc_removes_a_namespace(root: Path) -> None:
     """All ranks of it, and no other; by the short or the whole name."""
     found = facts("gc", root, "--namespace", NAMESPACE.hex())
