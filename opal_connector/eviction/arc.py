@@ -45,51 +45,63 @@ class ARCPolicy(QueuedPolicy):
 
     @override
     def _add(self, key: Key) -> None:
-        once, often = len(self._once_ghosts), len(self._often_ghosts)
-        if self._once_ghosts.discard(key):
-            self._share = min(self._capacity, self._share + max(1.0, often / once))
-            self._place(key, self._often)
-        elif self._often_ghosts.discard(key):
-            self._share = max(0.0, self._share - max(1.0, once / often))
-            self._place(key, self._often)
-        else:
-            self._place(key, self._once)
-        self._once_ghosts.trim(max(0, self._capacity - len(self._once)))
-        self._often_ghosts.trim(max(0, self._capacity - len(self._once_ghosts)))
+        once, often = self._once_ghosts, self._often_ghosts
+        line = self._once
+        if key in once:
+            self._share = min(self._capacity, self._share + max(1.0, len(often) / len(once)))
+            del once[key]
+            line = self._often
+        elif key in often:
+            self._share = max(0.0, self._share - max(1.0, len(once) / len(often)))
+            del often[key]
+            line = self._often
+        self._home[key] = line
+        line.order[key] = None
+        room = self._capacity - len(self._once.order) - len(self._once.parked)
+        if len(once) > room:
+            once.trim(max(0, room))
+        if len(often) > self._capacity - len(once):
+            often.trim(max(0, self._capacity - len(once)))
 
     @override
     def _use(self, key: Key) -> None:
-        line = self._home[key]
-        if line is self._often:
-            line.touch(key)
-        else:
+        line, often = self._home[key], self._often
+        if line is not often:
             line.take(key)
-            self._place(key, self._often)
+            self._home[key] = often
+        elif key in often.order:
+            often.order.move_to_end(key)
+            return
+        else:
+            del often.parked[key]
+        often.order[key] = None
 
     @override
     def _choose(self, protected: Container[Key]) -> Key:
-        key = self._once.pop_parked(protected)
-        if key is None:
-            key = self._often.pop_parked(protected)
+        once, often, pinned = self._once, self._often, self._pinned
+        key = once.pop_parked(protected) if once.free else None
+        if key is None and often.free:
+            key = often.pop_parked(protected)
+        if key is not None:
+            return key
         spared: list[Key] = []
-        while key is None:
-            is_long = self._once.walk_count > self._share
-            line = self._once if is_long or not self._often.walk_count else self._often
-            key = line.walk()
-            if key in self._pinned:
+        while True:
+            line = once if len(once.order) > self._share or not often.order else often
+            key = line.order.popitem(last=False)[0]
+            if key in pinned:
                 line.park(key)
-                key = None
             elif key in protected:
                 spared.append(key)
-                key = None
+            else:
+                break
         for passed in spared:
             self._home[passed].park(passed)
         return key
 
     @override
     def _expel(self, key: Key) -> Any:
-        line: Line = super()._expel(key)
-        (self._once_ghosts if line is self._once else self._often_ghosts).add(key)
+        line = self._home.pop(key)
+        (self._once_ghosts if line is self._once else self._often_ghosts)[key] = None
         return line
 
     @override

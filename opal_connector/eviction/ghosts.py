@@ -5,33 +5,24 @@ from collections import OrderedDict
 from opal_connector.eviction.base import Key
 
 
-class Ghosts:
+class Ghosts(OrderedDict[Key, None]):
     """A queue of keys that are not held any more, the first to be forgotten first.
 
-    Mutable state: `_keys`.
+    Mutable state: that of the dictionary.
     """
-
-    def __init__(self) -> None:
-        self._keys: OrderedDict[Key, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._keys
 
     def add(self, key: Key) -> None:
         """Remember a key that has just left."""
-        self._keys[key] = None
+        self[key] = None
 
     def discard(self, key: Key) -> bool:
         """Forget a key, and say whether it was remembered."""
-        if key in self._keys:
-            del self._keys[key]
+        if key in self:
+            del self[key]
             return True
         return False
 
     def trim(self, limit: int) -> None:
         """Forget the first ones until no more than `limit` are left."""
-        while len(self._keys) > limit:
-            self._keys.popitem(last=False)
+        while len(self) > limit:
+            self.popitem(last=False)

@@ -19,16 +19,18 @@ class Line:
     many pinned keys there are.
 
     Several lines may share one set of pinned keys; a key then moves between them with its pin.
+    A policy of several lines reaches into `order`, `parked` and `free` itself where a call for
+    every key would cost more than the work.
 
-    Mutable state: `_order` (keys not parked, by place), `_parked` (key -> rank), `_free` (a heap
+    Mutable state: `order` (keys not parked, by place), `parked` (key -> rank), `free` (a heap
     of parked keys that may leave; entries out of date are dropped when they are met),
     `_pinned`, and the ranks of the next key to park and of the one now in front.
     """
 
     def __init__(self, pinned: set[Key] | None = None) -> None:
-        self._order: OrderedDict[Key, None] = OrderedDict()
-        self._parked: dict[Key, int] = {}
-        self._free: list[tuple[int, Key]] = []
+        self.order: OrderedDict[Key, None] = OrderedDict()
+        self.parked: dict[Key, int] = {}
+        self.free: list[tuple[int, Key]] = []
         self._pinned: set[Key] = set() if pinned is None else pinned
         self._next_rank = 0
         self._front_rank = 0
@@ -39,9 +41,9 @@ class Line:
         Raises:
             KeyError: It is here.
         """
-        if key in self._order or key in self._parked:
+        if key in self.order or key in self.parked:
             raise KeyError(key)
-        self._order[key] = None
+        self.order[key] = None
 
     def touch(self, key: Key) -> None:
         """Move a key to the new end.
@@ -50,10 +52,10 @@ class Line:
             KeyError: It is not here.
         """
         try:
-            self._order.move_to_end(key)
+            self.order.move_to_end(key)
         except KeyError:
-            del self._parked[key]
-            self._order[key] = None
+            del self.parked[key]
+            self.order[key] = None
 
     def remove(self, key: Key) -> None:
         """Take a key out, and its pin away.
@@ -70,70 +72,56 @@ class Line:
         Raises:
             KeyError: It is not here.
         """
-        if key in self._parked:
-            del self._parked[key]
+        if key in self.parked:
+            del self.parked[key]
         else:
-            del self._order[key]
+            del self.order[key]
 
     def pin(self, key: Key) -> None:
         """Keep a key from being found."""
-        if key not in self._order and key not in self._parked:
+        if key not in self.order and key not in self.parked:
             raise KeyError(key)
         self._pinned.add(key)
 
     def unpin(self, key: Key) -> None:
         """Let a key be found again, at its place."""
         if key in self._pinned:
-            self._pinned.discard(key)
-            self.unpark(key)
+            self._pinned.remove(key)
+            if key in self.parked:
+                self._push(self.parked[key], key)
         elif key not in self:
             raise KeyError(key)
 
     def unpark(self, key: Key) -> None:
         """Follow the unpinning of a key of this line where several share the set of pins."""
-        rank = self._parked.get(key)
+        rank = self.parked.get(key)
         if rank is not None:
             self._push(rank, key)
-
-    def revive(self, key: Key) -> None:
-        """Move a key to the new end if it is parked."""
-        if key in self._parked:
-            del self._parked[key]
-            self._order[key] = None
 
     def park(self, key: Key) -> None:
         """Put a key that a walk has taken out where it is met again only when it is unpinned."""
         self._next_rank += 1
-        self._parked[key] = self._next_rank
+        self.parked[key] = self._next_rank
         if key not in self._pinned:
             self._push(self._next_rank, key)
 
-    @property
-    def walk_count(self) -> int:
-        """Keys that are not parked."""
-        return len(self._order)
-
-    def walk(self) -> Key | None:
-        """Take out the oldest key that is not parked, pinned or not; None when all are parked."""
-        return self._order.popitem(last=False)[0] if self._order else None
-
     def pop_parked(self, protected: Container[Key] = ()) -> Key | None:
         """Take out the oldest parked key that is neither pinned nor protected."""
-        if not self._free:
+        if not self.free:
             return None
         spared: list[tuple[int, Key]] = []
         found = None
-        while self._free and found is None:
-            rank, key = heapq.heappop(self._free)
-            if self._parked.get(key) != rank or key in self._pinned:
+        while self.free and found is None:
+            rank, key = heapq.heappop(self.free)
+            if self.parked.get(key) != rank or key in self._pinned:
                 continue
             if key in protected:
                 spared.append((rank, key))
             else:
-                del self._parked[key]
+                del self.parked[key]
                 found = key
         for entry in spared:
-            heapq.heappush(self._free, entry)
+            heapq.heappush(self.free, entry)
         return found
 
     def pop(self, protected: Container[Key] = ()) -> Key | None:
@@ -147,11 +135,31 @@ class Line:
         self._put_back(spared)
         return None if entry is None else entry[1]
 
+    def first(self) -> Key | None:
+        """The oldest key that is not pinned, which stays; None when there is none."""
+        while self.free:
+            rank, key = self.free[0]
+            if self.parked.get(key) == rank and key not in self._pinned:
+                return key
+            heapq.heappop(self.free)
+        for key in self.order:
+            if key not in self._pinned:
+                break
+        else:
+            key = None
+        while self.order and (front := next(iter(self.order))) != key:
+            del self.order[front]
+            self.park(front)
+        return key
+
     def evict(self, count: int, protected: Container[Key] = ()) -> list[Key] | None:
         """Take out exactly `count` keys that are neither pinned nor protected, the oldest first.
 
         None when there are not that many; then nothing has changed.
         """
+        if count == 1 and protected == ():
+            entry = self._pop()
+            return None if entry is None else [entry[1]]
         found: list[tuple[int, Key]] = []
         spared: list[tuple[int, Key]] = []
         while len(found) < count:
@@ -172,22 +180,22 @@ class Line:
             KeyError: One of them is here.
         """
         for key in reversed(keys):
-            if key in self._order or key in self._parked:
+            if key in self.order or key in self.parked:
                 raise KeyError(key)
             self._front_rank -= 1
-            self._parked[key] = self._front_rank
+            self.parked[key] = self._front_rank
             self._push(self._front_rank, key)
 
     def __len__(self) -> int:
-        return len(self._order) + len(self._parked)
+        return len(self.order) + len(self.parked)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._order or key in self._parked
+        return key in self.order or key in self.parked
 
     def __iter__(self) -> Iterator[Key]:
         """All keys by place, pinned ones too."""
-        yield from sorted(self._parked, key=self._parked.__getitem__)
-        yield from self._order
+        yield from sorted(self.parked, key=self.parked.__getitem__)
+        yield from self.order
 
     def check(self) -> None:
         """Compare the heap and the pins with the keys.
@@ -195,35 +203,36 @@ class Line:
         Raises:
             AssertionError: They differ.
         """
-        assert not self._parked.keys() & self._order.keys(), "a key stands in two places"
-        free = {key for rank, key in self._free if self._parked.get(key) == rank}
-        missing = self._parked.keys() - self._pinned - free
+        assert not self.parked.keys() & self.order.keys(), "a key stands in two places"
+        free = {key for rank, key in self.free if self.parked.get(key) == rank}
+        missing = self.parked.keys() - self._pinned - free
         assert not missing, "a parked key that nobody pins would never be found"
 
     def _pop(self) -> tuple[int, Key] | None:
         """Take out the oldest key that is not pinned, with its rank."""
-        while self._free:
-            rank, key = heapq.heappop(self._free)
-            if self._parked.get(key) == rank and key not in self._pinned:
-                del self._parked[key]
+        while self.free:
+            rank, key = heapq.heappop(self.free)
+            if self.parked.get(key) == rank and key not in self._pinned:
+                del self.parked[key]
                 return rank, key
-        while self._order:
-            key, _ = self._order.popitem(last=False)
+        order, pinned = self.order, self._pinned
+        while order:
+            key = order.popitem(last=False)[0]
             self._next_rank += 1
-            if key not in self._pinned:
+            if key not in pinned:
                 return self._next_rank, key
-            self._parked[key] = self._next_rank
+            self.parked[key] = self._next_rank
         return None
 
     def _put_back(self, entries: list[tuple[int, Key]]) -> None:
         for rank, key in entries:
-            self._parked[key] = rank
+            self.parked[key] = rank
             self._push(rank, key)
 
     def _push(self, rank: int, key: Key) -> None:
-        heapq.heappush(self._free, (rank, key))
-        if len(self._free) > 2 * len(self._parked) + _SLACK:
-            self._free = [
-                (rank, key) for key, rank in self._parked.items() if key not in self._pinned
+        heapq.heappush(self.free, (rank, key))
+        if len(self.free) > 2 * len(self.parked) + _SLACK:
+            self.free = [
+                (rank, key) for key, rank in self.parked.items() if key not in self._pinned
             ]
-            heapq.heapify(self._free)
+            heapq.heapify(self.free)

@@ -45,17 +45,25 @@ class S3FIFOPolicy(QueuedPolicy):
 
     @override
     def _add(self, key: Key) -> None:
-        is_known = self._ghosts.discard(key)
-        self._place(key, self._main if is_known else self._small)
+        line = self._small
+        if key in self._ghosts:
+            del self._ghosts[key]
+            line = self._main
+        self._home[key] = line
+        line.order[key] = None
         self._uses[key] = 0
-        self._ghosts.trim(int(self._capacity * (1 - SMALL_PART)))
+        if len(self._ghosts) > self._capacity * (1 - SMALL_PART):
+            self._ghosts.trim(int(self._capacity * (1 - SMALL_PART)))
 
     @override
     def _use(self, key: Key) -> None:
         uses = self._uses[key]
         if uses < MOST_USES:
             self._uses[key] = uses + 1
-        self._home[key].revive(key)
+        line = self._home[key]
+        if key in line.parked:
+            del line.parked[key]
+            line.order[key] = None
 
     @override
     def _drop(self, key: Key) -> None:
@@ -64,12 +72,13 @@ class S3FIFOPolicy(QueuedPolicy):
 
     @override
     def _choose(self, protected: Container[Key]) -> Key:
-        key = self._small.pop_parked(protected)
-        if key is None:
-            key = self._main.pop_parked(protected)
+        small, main = self._small, self._main
+        key = small.pop_parked(protected) if small.free else None
+        if key is None and main.free:
+            key = main.pop_parked(protected)
         spared: list[Key] = []
         while key is None:
-            if self._small.walk_count >= self._capacity * SMALL_PART or not self._main.walk_count:
+            if len(small.order) >= self._capacity * SMALL_PART or not main.order:
                 key = self._walk_small()
             else:
                 key = self._walk_main()
@@ -94,10 +103,11 @@ class S3FIFOPolicy(QueuedPolicy):
         super()._take_back(key, line)
 
     def _walk_small(self) -> Key | None:
-        key = self._small.walk()
+        key = self._small.order.popitem(last=False)[0]
         if self._uses[key] > 1:
             self._uses[key] = 0
-            self._place(key, self._main)
+            self._home[key] = self._main
+            self._main.order[key] = None
         elif key in self._pinned:
             self._small.park(key)
         else:
@@ -105,12 +115,14 @@ class S3FIFOPolicy(QueuedPolicy):
         return None
 
     def _walk_main(self) -> Key | None:
-        key = self._main.walk()
-        if self._uses[key]:
-            self._uses[key] -= 1
-            self._main.insert(key)
-        elif key in self._pinned:
-            self._main.park(key)
-        else:
-            return key
+        order = self._main.order
+        while order:
+            key = order.popitem(last=False)[0]
+            if self._uses[key]:
+                self._uses[key] -= 1
+                order[key] = None
+            elif key in self._pinned:
+                self._main.park(key)
+            else:
+                return key
         return None

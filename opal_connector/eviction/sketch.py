@@ -1,5 +1,6 @@
 """How often keys were seen lately, approximately."""
 
+import struct
 import zlib
 
 from opal_connector.eviction.base import Key
@@ -9,16 +10,27 @@ _HALF = bytes(value // 2 for value in range(256))
 _WINDOW = 10  # accesses per counter and halving
 _MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+_FOUR = struct.Struct("<4I")
 
 
 def key_hash(key: Key) -> int:
     """64 bits from a key's own value: the same in every process, unlike `hash`."""
-    if type(key) is bytes:
-        return (zlib.crc32(key) * _MIX) & _MASK
     if isinstance(key, int):
         mixed = (key * _MIX) & _MASK
         return ((mixed ^ (mixed >> 29)) * _MIX) & _MASK
-    return (zlib.crc32(repr(key).encode()) * _MIX) & _MASK
+    text = key if isinstance(key, bytes) else repr(key).encode()
+    return (zlib.crc32(text) * _MIX) & _MASK
+
+
+def four_hashes(key: Key) -> tuple[int, int, int, int]:
+    """Four numbers of a key for rows of up to 2**32 counters, from its own value.
+
+    A key of bytes is a digest, any four bytes of which are as good as a hash.
+    """
+    if type(key) is bytes and len(key) >= _FOUR.size:
+        return _FOUR.unpack_from(key)  # type: ignore[return-value]
+    mixed = key_hash(key)
+    return mixed, mixed >> 11, mixed >> 22, mixed >> 33
 
 
 class FrequencySketch:
@@ -28,14 +40,15 @@ class FrequencySketch:
     Transactions on Storage 13 (2017): a count is the least of a key's counters, and after ten
     accesses per key of the capacity all counters are halved, so that old accesses fade.
 
-    Mutable state: `_rows`, `_mask` (a row's length less one) and `_added` since the last halving.
+    Mutable state: `_counters` (the rows, one behind the other), `_mask` (a row's length less one)
+    and `_added` since the last halving.
     """
 
     def __init__(self, capacity: int) -> None:
         width = 64
         while width < capacity:
             width *= 2
-        self._rows = [bytearray(width) for _ in range(4)]
+        self._counters = bytearray(4 * width)
         self._mask = width - 1
         self._added = 0
 
@@ -46,25 +59,31 @@ class FrequencySketch:
 
     def add(self, key: Key) -> None:
         """Count an access."""
-        mixed, mask = key_hash(key), self._mask
-        for row in self._rows:
-            place = mixed & mask
-            if row[place] < _MOST:
-                row[place] += 1
-            mixed >>= 11
+        first, second, third, fourth = four_hashes(key)
+        counters, mask = self._counters, self._mask
+        width = mask + 1
+        # Written out: a loop over the rows costs as much again.
+        if counters[place := first & mask] < _MOST:
+            counters[place] += 1
+        if counters[place := (second & mask) + width] < _MOST:
+            counters[place] += 1
+        if counters[place := (third & mask) + 2 * width] < _MOST:
+            counters[place] += 1
+        if counters[place := (fourth & mask) + 3 * width] < _MOST:
+            counters[place] += 1
         self._added += 1
-        if self._added >= _WINDOW * (mask + 1):
+        if self._added >= _WINDOW * width:
             self._added //= 2
-            for row in self._rows:
-                row[:] = row.translate(_HALF)
+            self._counters = counters.translate(_HALF)
 
     def count(self, key: Key) -> int:
         """Accesses lately, never too few but for the halving."""
-        mixed, mask = key_hash(key), self._mask
-        first, second, third, fourth = self._rows
+        first, second, third, fourth = four_hashes(key)
+        counters, mask = self._counters, self._mask
+        width = mask + 1
         return min(
-            first[mixed & mask],
-            second[(mixed >> 11) & mask],
-            third[(mixed >> 22) & mask],
-            fourth[(mixed >> 33) & mask],
+            counters[first & mask],
+            counters[(second & mask) + width],
+            counters[(third & mask) + 2 * width],
+            counters[(fourth & mask) + 3 * width],
         )

@@ -45,45 +45,65 @@ class WTinyLFUPolicy(QueuedPolicy):
         if len(self._home) >= self._sketch.capacity:
             self._sketch = FrequencySketch(2 * self._sketch.capacity)
         self._sketch.add(key)
-        self._place(key, self._window)
+        self._home[key] = self._window
+        self._window.order[key] = None
 
     @override
     def _use(self, key: Key) -> None:
-        line = self._home[key]
+        line, trusted, window = self._home[key], self._trusted, self._window
         self._sketch.add(key)
         if line is not self._probation:
             line.touch(key)
             return
         line.take(key)
-        self._place(key, self._trusted)
-        if len(self._trusted) > TRUSTED_PART * (len(self._home) - len(self._window)):
-            self._move_first(self._trusted)
+        self._home[key] = trusted
+        trusted.order[key] = None
+        main = len(self._home) - len(window.order) - len(window.parked)
+        if len(trusted.order) + len(trusted.parked) > TRUSTED_PART * main:
+            self._move_first(trusted)
 
     @override
     def _choose(self, protected: Container[Key]) -> Key:
+        window = self._window
         quota = max(1.0, WINDOW_PART * self._capacity)
-        if len(self._window) <= quota:
+        if len(window.order) + len(window.parked) <= quota:
             victim = self._from_main(protected)
-            return self._window.pop(protected) if victim is None else victim
-        victim = self._from_main(protected)
-        if victim is None:
+            return window.pop(protected) if victim is None else victim
+        line, victim = self._first_of_main(protected)
+        if line is None:
             # The main line is still to be filled: the window's surplus goes there uncontested.
-            while len(self._window) > quota and self._move_first(self._window, protected):
+            while len(window) > quota and self._move_first(window, protected):
                 pass
             victim = self._from_main(protected)
-            return self._window.pop(protected) if victim is None else victim
-        newcomer = self._window.pop(protected)
+            return window.pop(protected) if victim is None else victim
+        newcomer = window.pop(protected)
         if newcomer is None:
-            return victim
-        if self._sketch.count(newcomer) > self._sketch.count(victim):
+            line.take(victim)
+        elif self._sketch.count(newcomer) > self._sketch.count(victim):
+            line.take(victim)
             self._place(newcomer, self._probation)
-            return victim
-        self._home[victim].restore([victim])
-        return newcomer
+        else:
+            return newcomer
+        return victim
 
     def _from_main(self, protected: Container[Key]) -> Key | None:
         key = self._probation.pop(protected)
         return self._trusted.pop(protected) if key is None else key
+
+    def _first_of_main(self, protected: Container[Key]) -> tuple[Line | None, Key | None]:
+        """The victim that the main line would give, which stays, and where it stands."""
+        if protected == ():
+            for line in (self._probation, self._trusted):
+                key = line.first()
+                if key is not None:
+                    return line, key
+            return None, None
+        key = self._from_main(protected)
+        if key is None:
+            return None, None
+        line = self._home[key]
+        line.restore([key])
+        return line, key
 
     def _move_first(self, line: Line, protected: Container[Key] = ()) -> bool:
         key = line.pop(protected)
