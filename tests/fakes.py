@@ -21,6 +21,7 @@ from opal_connector.managers import (
     TierPool,
     Unitary,
 )
+from opal_connector.managers.watermarks import TierLimits
 from opal_connector.tiers import PagedBlocks, TierStore
 from opal_connector.transfers import JobResult, LoadJob, ObjectTransfer, StoreJob
 
@@ -163,7 +164,7 @@ def make_manager(
                 space=TierPool(capacity_rows=count, row_bytes=ROW_BYTES),
                 policy=LRUPolicy(),
                 log=log,
-                eviction_threshold=eviction_threshold,
+                limits=TierLimits(threshold=eviction_threshold),
             )
             for name, count in zip(tiers, row_counts, strict=True)
         ],

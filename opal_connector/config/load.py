@@ -139,6 +139,11 @@ def _check(config: OpalConfig) -> None:
             f"kvcevent_coalesce_time: found {config.kvcevent_coalesce_time}, "
             "allowed: 0 to 60 seconds"
         )
+    for tenant, share in config.quotas.items():
+        if not 0 < share <= 1:
+            raise ConfigError(
+                f"quotas.{tenant}: found {share}, allowed: a share of every tier, above 0, at most 1"
+            )
     if config.weights_id is not None and not config.weights_id:
         raise ConfigError("weights_id: found '', allowed: any other text, or leave it out")
     for name in TIER_NAMES:

@@ -77,6 +77,7 @@ class OpalConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_kvc_ready_requests: int = 8
     kvcevent_coalesce_time: float = 0.05
     weights_id: str | None = None
+    quotas: dict[str, float] = {}
     CPUMemory: CPUMemoryConfig = CPUMemoryConfig()
     LocalNVMe: LocalNVMeConfig = LocalNVMeConfig()
     DistributedFS: DistributedFSConfig = DistributedFSConfig()

@@ -7,6 +7,7 @@ from opal_connector.managers.coordinator import (
     OpalKVCacheCoordinator,
     Unitary,
 )
+from opal_connector.managers.hints import NO_HINTS, RequestHints
 from opal_connector.managers.lookups import LookupResult, LookupState
 from opal_connector.managers.manager import OpalKVCacheManager
 from opal_connector.managers.placement import TierRules
@@ -25,6 +26,7 @@ from opal_connector.managers.storage_manager import OpalStorageManager
 from opal_connector.managers.tier_pool import FileSpace, Space, TierPool
 
 __all__ = [
+    "NO_HINTS",
     "SINGLE_TYPE_MANAGERS",
     "FileSpace",
     "FullAttentionManager",
@@ -41,6 +43,7 @@ __all__ = [
     "OpalStorageBackend",
     "OpalStorageManager",
     "Refusal",
+    "RequestHints",
     "Segment",
     "SharedSpace",
     "SingleTypeManager",

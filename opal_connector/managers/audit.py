@@ -1,7 +1,10 @@
 """Recomputes every book of a tier from its records: used by `check()` and by tests."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
+from opal_connector.managers.jobs import JobKind, OpenJob, PlannedCopy, PlannedObject
+from opal_connector.managers.records import ObjectRecord
 from opal_connector.managers.storage_backend import OpalStorageBackend
 
 
@@ -14,11 +17,9 @@ def audit_tier(tier: OpalStorageBackend) -> None:
     tier.space.check()
     tier.order.check()
     tier.leaving.check()
-    doomed = list(tier.doomed.values())
-    records = list(tier.index.records.values())
     leaving = tier.leaving.records()
-    tier.index.check([*doomed, *leaving])
-    everything = [*records, *doomed, *leaving]
+    tier.index.check(leaving)
+    everything = [*tier.index.records.values(), *leaving]
     assert sum(record.size_bytes for record in everything) == tier.used_bytes
     for record in everything:
         assert record.size_bytes == tier.space.size_bytes(len(record.rows)), "rows and size differ"
@@ -26,7 +27,6 @@ def audit_tier(tier: OpalStorageBackend) -> None:
         rows = [row for record in everything for row in record.rows]
         assert len(rows) == len(set(rows)), "a row is held twice"
         assert tier.used_bytes <= tier.capacity_bytes
-    assert all(record.is_held for record in doomed)
 
 
 def audit_leases(tier: OpalStorageBackend, expected: Mapping[int, int]) -> None:
@@ -35,5 +35,30 @@ def audit_leases(tier: OpalStorageBackend, expected: Mapping[int, int]) -> None:
     Raises:
         AssertionError: They differ.
     """
-    for record in (*tier.index.records.values(), *tier.doomed.values()):
+    for record in (*tier.index.records.values(), *tier.leaving.doomed.values()):
         assert record.leases == expected.get(id(record), 0), f"leases of {record} differ"
+
+
+def audit_promises(
+    tiers: Sequence[OpalStorageBackend],
+    promised: Sequence[ObjectRecord],
+    jobs: Iterable[OpenJob],
+) -> list[PlannedCopy]:
+    """Compare all lease counts with the promises and the open jobs; returns the open copies.
+
+    Raises:
+        AssertionError: They differ.
+    """
+    held = list(promised)
+    copies: list[PlannedCopy] = []
+    for job in jobs:
+        for item in job.objects:
+            if isinstance(item, PlannedObject) and job.kind is JobKind.LOAD:
+                held.append(item.record)
+            elif isinstance(item, PlannedCopy):
+                copies.append(item)
+    held += [item.source for item in copies if item.source is not None]
+    leases = Counter(id(record) for record in held)
+    for tier in tiers:
+        audit_leases(tier, leases)
+    return copies

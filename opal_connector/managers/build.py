@@ -1,5 +1,6 @@
 """From a configuration and the sizes of the tiers to a manager: the only place that wires books."""
 
+import time
 from collections.abc import Callable, Mapping
 
 from opal_connector.config import OpalConfig
@@ -10,11 +11,13 @@ from opal_connector.managers.asking import Asking
 from opal_connector.managers.coordinator import Unitary
 from opal_connector.managers.manager import OpalKVCacheManager
 from opal_connector.managers.placement import TierRules
+from opal_connector.managers.quotas import Quotas
 from opal_connector.managers.shared_space import SharedSpace
 from opal_connector.managers.single_type import SINGLE_TYPE_MANAGERS
 from opal_connector.managers.storage_backend import OpalStorageBackend
 from opal_connector.managers.storage_manager import OpalStorageManager
 from opal_connector.managers.tier_pool import FileSpace, Space, TierPool
+from opal_connector.managers.watermarks import TierLimits
 
 _THRESHOLD_AHEAD = 0.95  # where room is made in the background, before it is needed
 
@@ -28,6 +31,7 @@ def build_manager(
     spaces: Mapping[str, Space],
     log: EventLog,
     ranks: int = 1,
+    clock: Callable[[], float] = time.monotonic,
 ) -> OpalKVCacheManager:
     """The books for one kv group of `kind` (a key of `SINGLE_TYPE_MANAGERS`).
 
@@ -49,9 +53,14 @@ def build_manager(
                 space=spaces[name],
                 policy=make_policy(settings.eviction_policy),
                 log=log,
-                eviction_threshold=threshold,
-                eviction_target=settings.eviction_target,
-                evicts_ahead=evicts_ahead,
+                limits=TierLimits(
+                    threshold=threshold,
+                    target=settings.eviction_target,
+                    evicts_ahead=evicts_ahead,
+                    ttl_seconds=settings.ttl_seconds,
+                    quotas=config.quotas,
+                ),
+                clock=clock,
             )
         )
     storage = OpalStorageManager(tiers, log)
@@ -68,7 +77,9 @@ def build_manager(
         coordinator=Unitary(storage, [group]),
         rules=rules,
         asking=_asking(config, chunk_blocks),
+        quotas=Quotas(config.quotas),
         ranks=ranks,
+        clock=clock,
     )
 
 

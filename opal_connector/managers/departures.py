@@ -1,30 +1,49 @@
 """Who leaves a tier next: its policy, with parents and promised objects kept out of its reach."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from opal_connector.eviction import EvictionPolicy
 from opal_connector.managers.lineage import Lineage
 from opal_connector.managers.object_index import ObjectIndex
+from opal_connector.managers.quotas import Quotas
 from opal_connector.managers.records import ObjectKey, ObjectRecord
 
 
 class Departures:
     """The eviction policy of one tier, told about objects instead of keys.
 
-    Mutable state: the policy and `_lineage` (children stored in the tier), guarded by the owner
-    of the books.
+    With quotas every owner has an order of its own. Room for an owner who has reached his quota
+    comes from what is his, any other from the owner who uses most of what he may.
+
+    Mutable state: a policy and the bytes per owner, `_lineage` (children stored in the tier) and
+    `_kept` (objects that should stay until a time, soonest first once sorted); guarded by the
+    owner of the books.
     """
 
-    def __init__(self, policy: EvictionPolicy, index: ObjectIndex) -> None:
-        self._policy = policy
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        index: ObjectIndex,
+        quotas: Quotas | None = None,
+        capacity_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._index = index
+        self._quotas = quotas or Quotas()
+        self._capacity_bytes = capacity_bytes
+        self._make_policy = type(policy)
+        self._policies: dict[str, EvictionPolicy] = {"": policy}
+        self._owned_bytes: dict[str, int] = {}
         self._lineage = Lineage()
+        self._kept: dict[ObjectKey, float] = {}
+
+    # ---- coming and staying ----
 
     def adopt(self, parent_hash: bytes, group: int) -> None:
         """Keep a parent in the tier for a child that is here or coming."""
         parent = self._lineage.adopt(parent_hash, group)
-        if parent is not None and parent in self._index.records:
-            self._policy.pin(parent)
+        record = self._index.records.get(parent) if parent is not None else None
+        if record is not None:
+            self.hold(record)
 
     def abandon(self, parent_hash: bytes, group: int) -> None:
         """A child has left or will not come: its parent may go if that was the last."""
@@ -35,65 +54,161 @@ class Departures:
 
     def enter(self, record: ObjectRecord) -> None:
         """Add an object whose parent was adopted; it stays until it is settled."""
-        self._policy.insert(record.key)
-        self._policy.pin(record.key)
+        policy = self._policies.get(record.owner)
+        if policy is None:
+            policy = self._policies[record.owner] = self._make_policy()
+        policy.insert(record.key)
+        policy.pin(record.key)
+        self._count(record, record.size_bytes)
 
     def leave(self, record: ObjectRecord) -> None:
         """Forget an object that left by other means than `evict`."""
-        self._policy.remove(record.key)
+        self._policies[record.owner].remove(record.key)
+        self._gone(record)
         self.abandon(record.parent_hash, record.group)
 
-    def hold(self, key: ObjectKey) -> None:
+    def hold(self, record: ObjectRecord) -> None:
         """Keep an object until it is settled."""
-        self._policy.pin(key)
+        self._policies[record.owner].pin(record.key)
 
     def settle(self, record: ObjectRecord) -> None:
         """Make an indexed object evictable if nothing keeps it."""
-        if not record.is_held and record.key not in self._lineage:
-            self._policy.unpin(record.key)
+        if self.may_leave(record) and record.key not in self._kept:
+            self._policies[record.owner].unpin(record.key)
+
+    def may_leave(self, record: ObjectRecord) -> bool:
+        """Whether nobody relies on an object and nothing here continues it."""
+        return not record.is_held and record.key not in self._lineage
 
     def touch(self, keys: Sequence[ObjectKey]) -> None:
         """Record one use of a chain, given head first; the head counts as used last."""
+        records = self._index.records
         for key in reversed(keys):
-            if key in self._index.records:
-                self._policy.touch(key)
+            record = records.get(key)
+            if record is not None:
+                self._policies[record.owner].touch(key)
+
+    def keep(self, keys: Sequence[ObjectKey], until: float) -> None:
+        """Evict these last, until that time (monotonic seconds)."""
+        for key in keys:
+            record = self._index.records.get(key)
+            if record is not None:
+                self._kept[key] = max(until, self._kept.get(key, until))
+                self.hold(record)
+
+    def end_keeping(self, now: float) -> None:
+        """Treat like others what should have stayed until now."""
+        for key in [key for key, until in self._kept.items() if until <= now]:
+            self._end_keeping(key)
+
+    # ---- leaving ----
 
     def next_victims(self, limit: int) -> list[ObjectRecord]:
         """The objects that would leave first, at most `limit` of them. Nothing changes."""
+        policy = self._policies[self._fullest_owner()]
         keys: list[ObjectKey] = []
         while len(keys) < limit:
-            chosen = self._policy.evict(1)
+            chosen = policy.evict(1)
             if chosen is None:
                 break
             keys += chosen
-        self._policy.restore(keys)
+        policy.restore(keys)
         return [self._index.records[key] for key in keys]
 
-    def evict(self, size_bytes: int, *, limit: int | None = None) -> list[ObjectRecord] | None:
+    def shortfall_bytes(self, owner: str, size_bytes: int) -> int:
+        """By how much an object of that size would pass its owner's quota."""
+        if not self._quotas:
+            return 0
+        limit_bytes = self._quotas.limit_bytes(owner, self._capacity_bytes())
+        return self._owned_bytes.get(owner, 0) + size_bytes - limit_bytes
+
+    def evict(
+        self, size_bytes: int, *, owner: str | None = None, limit: int | None = None
+    ) -> list[ObjectRecord] | None:
         """Choose objects of `size_bytes` together, no more than it takes, tails before heads.
 
         They have left the order; the caller takes them out of the index. Without `limit` it is all
-        or nothing: None changes nothing. With it, as many as there are and at most so many.
+        or nothing: None changes nothing. With it, as many as there are and at most so many. Only
+        those of `owner`, if one is given.
         """
         victims: list[ObjectRecord] = []
         while size_bytes > 0 and (limit is None or len(victims) < limit):
-            chosen = self._policy.evict(1)
+            chosen = self._choose(self._fullest_owner() if owner is None else owner)
             if chosen is None:
                 if limit is not None:
                     break
-                self._policy.restore([record.key for record in victims])
-                for record in victims:
-                    self.adopt(record.parent_hash, record.group)
+                self.take_back(victims)
                 return None
-            record = self._index.records[chosen[0]]
-            self.abandon(record.parent_hash, record.group)  # the parent may be the next
-            size_bytes -= record.size_bytes
-            victims.append(record)
+            self.abandon(chosen.parent_hash, chosen.group)  # the parent may be the next
+            self._gone(chosen)
+            size_bytes -= chosen.size_bytes
+            victims.append(chosen)
         return victims
+
+    def take_back(self, victims: Sequence[ObjectRecord]) -> None:
+        """Undo an `evict`: its victims are the next to go again."""
+        for record in reversed(victims):
+            self._policies[record.owner].restore([record.key])
+            self._count(record, record.size_bytes)
+        for record in victims:
+            self.adopt(record.parent_hash, record.group)
 
     def check(self) -> None:
         """Raise AssertionError if it disagrees with the index."""
-        self._policy.check()
         records = list(self._index.records.values())
-        assert len(self._policy) == len(records)
+        assert sum(len(policy) for policy in self._policies.values()) == len(records)
+        owned: dict[str, int] = {}
+        for record in records:
+            assert record.key in self._policies[record.owner]
+            owned[record.owner] = owned.get(record.owner, 0) + record.size_bytes
+        if self._quotas:
+            assert {name: size for name, size in self._owned_bytes.items() if size} == owned
+        for policy in self._policies.values():
+            policy.check()
+        assert self._kept.keys() <= self._index.records.keys()
         self._lineage.check(records)
+
+    # ---- inside ----
+
+    def _choose(self, owner: str) -> ObjectRecord | None:
+        """The next to go; of what should stay a while only when there is nothing else."""
+        policy = self._policies.get(owner)
+        if policy is None:
+            return None
+        chosen = policy.evict(1)
+        while chosen is None:
+            soonest = self._soonest_kept(owner)
+            if soonest is None:
+                return None
+            self._end_keeping(soonest)
+            chosen = policy.evict(1)
+        return self._index.records[chosen[0]]
+
+    def _soonest_kept(self, owner: str) -> ObjectKey | None:
+        kept = [key for key in self._kept if self._index.records[key].owner == owner]
+        return min(kept, key=self._kept.__getitem__, default=None)
+
+    def _end_keeping(self, key: ObjectKey) -> None:
+        del self._kept[key]
+        self.settle(self._index.records[key])
+
+    def _fullest_owner(self) -> str:
+        """Who uses most of what he may."""
+        if len(self._policies) == 1:
+            return ""
+        capacity_bytes = self._capacity_bytes()
+        return max(
+            self._owned_bytes,
+            key=lambda owner: (
+                self._owned_bytes[owner] / max(1, self._quotas.limit_bytes(owner, capacity_bytes))
+            ),
+        )
+
+    def _count(self, record: ObjectRecord, size_bytes: int) -> None:
+        if self._quotas:
+            owned_bytes = self._owned_bytes.get(record.owner, 0) + size_bytes
+            self._owned_bytes[record.owner] = owned_bytes
+
+    def _gone(self, record: ObjectRecord) -> None:
+        self._count(record, -record.size_bytes)
+        self._kept.pop(record.key, None)

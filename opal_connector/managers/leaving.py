@@ -1,39 +1,62 @@
-"""Objects of a tier of files that are out of the index and still on the medium."""
+"""Objects of a tier that are out of the index and still take room."""
 
-from opal_connector.managers.records import ObjectKey, ObjectRecord
+from opal_connector.managers.records import ObjectKey, ObjectRecord, ObjectState
+from opal_connector.managers.tier_pool import Space
 
 
 class LeavingObjects:
-    """What a worker has to delete before its bytes count as free.
+    """What has to end before its room is free: promises, and in a tier of files the file.
 
-    Mutable state: `_records` (all that are leaving, by key), `_due` (those that no job names yet)
-    and `size_bytes`; guarded by the owner of the books.
+    Mutable state: `doomed` (somebody still relies on their rows), `_records` (files that a worker
+    has to delete, by key), `_due` (those of them that no job names yet), `size_bytes` of the files
+    and the space; guarded by the owner of the books.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, space: Space) -> None:
+        self.doomed: dict[int, ObjectRecord] = {}
+        self.size_bytes = 0
+        self._space = space
         self._records: dict[ObjectKey, ObjectRecord] = {}
         self._due: list[ObjectRecord] = []
-        self.size_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._records)
-
-    def __contains__(self, key: ObjectKey) -> bool:
-        return key in self._records
+        return len(self.doomed) + len(self._records)
 
     @property
     def is_due(self) -> bool:
-        """Whether some have no job yet."""
+        """Whether some files have no job yet."""
         return bool(self._due)
 
-    def add(self, record: ObjectRecord) -> None:
-        """Have a file deleted. Until it is, nothing of that name can be written."""
+    def is_named(self, key: ObjectKey) -> bool:
+        """Whether a file of that name is still to be deleted: a new one would go with it."""
+        if not self._space.frees_later:
+            return False
+        return key in self._records or any(record.key == key for record in self.doomed.values())
+
+    def depart(self, record: ObjectRecord) -> None:
+        """Take over an object that has just left the index."""
+        if record.is_held:
+            self.doomed[id(record)] = record
+        else:
+            self.free(record)
+
+    def release(self, record: ObjectRecord) -> None:
+        """Somebody no longer relies on a doomed object."""
+        if not record.is_held and self.doomed.pop(id(record), None) is not None:
+            self.free(record)
+
+    def free(self, record: ObjectRecord) -> None:
+        """Give up an object's room: at once, or when its file is gone."""
+        record.state = ObjectState.ABSENT
+        if not self._space.frees_later or record.is_gone:
+            self._space.free(record.rows)
+            return
         self._records[record.key] = record
         self._due.append(record)
         self.size_bytes += record.size_bytes
 
     def take_due(self, limit: int) -> list[ObjectRecord]:
-        """At most `limit` of those that no job names yet."""
+        """At most `limit` of the files that no job names yet."""
         taken, self._due = self._due[:limit], self._due[limit:]
         return taken
 
@@ -42,18 +65,18 @@ class LeavingObjects:
         taken, self._due = self._due, []
         return taken
 
-    def end(self, record: ObjectRecord) -> None:
-        """The file is gone."""
+    def end_drop(self, record: ObjectRecord, *, is_gone: bool) -> None:
+        """A file is gone, or could not be deleted and is to be tried again."""
+        if not is_gone:
+            self._due.append(record)
+            return
         del self._records[record.key]
         self.size_bytes -= record.size_bytes
-
-    def put_back(self, record: ObjectRecord) -> None:
-        """It could not be deleted: to be tried again."""
-        self._due.append(record)
+        self._space.free(record.rows)
 
     def records(self) -> list[ObjectRecord]:
-        """Everything that is leaving."""
-        return list(self._records.values())
+        """Everything that still takes room."""
+        return [*self.doomed.values(), *self._records.values()]
 
     def check(self) -> None:
         """Raise AssertionError if the books of it disagree."""
@@ -61,3 +84,4 @@ class LeavingObjects:
         due = {id(record) for record in self._due}
         assert len(due) == len(self._due), "to be deleted twice"
         assert due <= {id(record) for record in self._records.values()}
+        assert all(record.is_held for record in self.doomed.values())

@@ -5,16 +5,19 @@ Three verbs change state. plan_* decides and promises rows; the caller executes 
 """
 
 import threading
-from collections import Counter
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
 
 from opal_connector.events import KVCEvent
 from opal_connector.keys import OpalTokenDatabase, RequestIdentity
 from opal_connector.managers.asking import Asking
-from opal_connector.managers.audit import audit_leases
+from opal_connector.managers.audit import audit_promises, audit_tier
 from opal_connector.managers.coordinator import OpalKVCacheCoordinator
 from opal_connector.managers.counters import BookCounters, add
-from opal_connector.managers.jobs import JobKind, JobTable, OpenJob, PlannedCopy, PlannedObject
+from opal_connector.managers.hints import NO_HINTS, RequestHints
+from opal_connector.managers.jobs import JobKind, JobTable, OpenJob
 from opal_connector.managers.leases import Leases
 from opal_connector.managers.lookups import MISS, WAIT, LookupResult, LookupState
 from opal_connector.managers.placement import Placement, TierRules
@@ -22,12 +25,13 @@ from opal_connector.managers.planning import (
     StoreDraft,
     draft_load,
     draft_store,
+    tier_tokens,
 )
+from opal_connector.managers.quotas import Quotas
 from opal_connector.managers.records import ObjectKey
 from opal_connector.managers.refusals import Refusal
 from opal_connector.managers.request import OpalRequest, block_count
 from opal_connector.managers.settlement import Settlement
-from opal_connector.managers.single_type import Segment
 from opal_connector.managers.storage_manager import OpalStorageManager
 from opal_connector.managers.upkeep import Upkeep
 from opal_connector.transfers import (
@@ -40,6 +44,8 @@ from opal_connector.transfers import (
     StoreJob,
     TierHealth,
 )
+
+_EXPIRY_SECONDS = 1.0  # between looks for objects that nobody used for too long
 
 
 class OpalKVCacheManager:
@@ -57,7 +63,9 @@ class OpalKVCacheManager:
         coordinator: OpalKVCacheCoordinator,
         rules: Sequence[TierRules] = (),
         asking: Asking | None = None,
+        quotas: Quotas | None = None,
         ranks: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.database = database
         self.storage = storage
@@ -68,6 +76,9 @@ class OpalKVCacheManager:
         self._looked_at_version = -1
         self._jobs = JobTable(ranks)
         self._asking = asking
+        self._quotas = quotas or Quotas()
+        self._clock = clock
+        self._next_expiry = float("-inf")
         self._leases = Leases(storage, coordinator, asking)
         self._counters = BookCounters()
         self._placement = Placement(
@@ -92,9 +103,12 @@ class OpalKVCacheManager:
         identity: RequestIdentity | None = None,
         *,
         lora_name: str | None = None,
+        hints: RequestHints = NO_HINTS,
     ) -> OpalRequest:
         """The books' view of a request. Nothing is promised yet."""
-        return OpalRequest(request_id, self.database.chain(identity), lora_name)
+        owner = self._quotas.owner(identity.cache_salt if identity is not None else None)
+        chain = self.database.chain(identity)
+        return OpalRequest(request_id, chain, lora_name, owner=owner, hints=hints)
 
     # ---- lookup ----
 
@@ -108,14 +122,14 @@ class OpalKVCacheManager:
         """
         max_blocks = min(max_blocks, len(request.chain.hashes))
         with self._lock:
+            self._expire_objects(now)
             lease = self._leases.answer(request, (self._version, computed_blocks, max_blocks), now)
             if lease is None:
                 return WAIT
             if not lease.segments:
                 return MISS
-            return LookupResult(
-                LookupState.HIT, block_count(lease.segments), self._tier_tokens(lease.segments)
-            )
+            tokens = tier_tokens(lease.segments, self.tier_names, self.database.block_tokens)
+            return LookupResult(LookupState.HIT, block_count(lease.segments), tokens)
 
     def release(self, request: OpalRequest) -> None:
         """End the promise of a lookup that no load will follow."""
@@ -125,6 +139,7 @@ class OpalKVCacheManager:
     def expire(self, now: float) -> int:
         """End leases past their deadline; returns how many there were."""
         with self._lock:
+            self._expire_objects(now)
             return self._leases.expire(now)
 
     # ---- plan ----
@@ -183,6 +198,8 @@ class OpalKVCacheManager:
         Returns:
             A job, or None when there is nothing to store.
         """
+        if request.hints.drop:
+            return None
         full_blocks = min(full_blocks, len(block_ids), len(request.chain.hashes))
         block_tokens = self.database.block_tokens
         with self._lock:
@@ -275,6 +292,8 @@ class OpalKVCacheManager:
             keys = self._coordinator.chain_keys(request.chain.hashes)
             self.storage.touch(keys)
             self._upkeep.used(keys)
+            if request.hints is not NO_HINTS:
+                self.storage.take_hints(keys, request.hints, self._clock())
 
     def count_admission(self, hit_tokens: dict[str, int], queried_tokens: int) -> None:
         """Count a lookup once, when the host has acted on it."""
@@ -329,19 +348,10 @@ class OpalKVCacheManager:
             AssertionError: Two of them disagree.
         """
         with self._lock:
-            self.storage.check()
-            held = [segment.record for segment in self._leases.segments()]
-            copies: list[PlannedCopy] = []
-            for job in self._jobs:
-                for item in job.objects:
-                    if isinstance(item, PlannedObject) and job.kind is JobKind.LOAD:
-                        held.append(item.record)
-                    elif isinstance(item, PlannedCopy):
-                        copies.append(item)
-            held += [item.source for item in copies if item.source is not None]
-            leases = Counter(id(record) for record in held)
             for tier in self.storage.tiers:
-                audit_leases(tier, leases)
+                audit_tier(tier)
+            promised = [segment.record for segment in self._leases.segments()]
+            copies = audit_promises(self.storage.tiers, promised, self._jobs)
             self._placement.check(copies)
 
     # ---- inside; the lock is held ----
@@ -355,6 +365,12 @@ class OpalKVCacheManager:
         for place, (moved_bytes, seconds) in result.moved.items():
             add(counts, self.tier_names[place], moved_bytes)
             add(seconds_spent, self.tier_names[place], seconds)
+
+    def _expire_objects(self, now: float) -> None:
+        if now < self._next_expiry:
+            return
+        self._next_expiry = now + _EXPIRY_SECONDS
+        self._version += bool(self.storage.expire(now))
 
     def _draft_store(
         self,
@@ -370,6 +386,8 @@ class OpalKVCacheManager:
             full_blocks=full_blocks,
             include_tail=include_tail,
         )
+        if request.owner:
+            specs = [msgspec.structs.replace(spec, owner=request.owner) for spec in specs]
         return draft_store(
             specs,
             block_ids=block_ids,
@@ -378,13 +396,3 @@ class OpalKVCacheManager:
             next_chunk=request.next_chunk,
             max_blocks=full_blocks if max_blocks is None else max_blocks,
         )
-
-    def _tier_tokens(self, segments: Sequence[Segment]) -> dict[str, int]:
-        tokens: dict[str, int] = {}
-        for segment in segments:
-            add(
-                tokens,
-                self.tier_names[segment.tier],
-                segment.block_count * self.database.block_tokens,
-            )
-        return tokens

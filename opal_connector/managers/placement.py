@@ -199,7 +199,7 @@ class Placement:
         is_move: bool,
     ) -> Refusal | None:
         outcome = self._storage.tiers[target].reserve(
-            ObjectSpec(source.group, source.parent_hash, source.run, first_block=0)
+            ObjectSpec(source.group, source.parent_hash, source.run, 0, source.owner)
         )
         if isinstance(outcome, Refusal):
             return outcome

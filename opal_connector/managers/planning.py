@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from opal_connector.keys import HASH_BYTES
 from opal_connector.managers.coordinator import HitPlan
+from opal_connector.managers.counters import add
 from opal_connector.managers.jobs import PlannedCopy, PlannedObject
 from opal_connector.managers.records import ObjectRecord, ObjectSpec
 from opal_connector.managers.refusals import Refusal
@@ -55,6 +56,16 @@ def before_any_load(plan: HitPlan) -> tuple[Segment, ...]:
         if segment.record.loads:
             return plan.segments[:position]
     return plan.segments
+
+
+def tier_tokens(
+    segments: Sequence[Segment], tier_names: Sequence[str], block_tokens: int
+) -> dict[str, int]:
+    """Tokens of `segments` by the tier that they come from."""
+    tokens: dict[str, int] = {}
+    for segment in segments:
+        add(tokens, tier_names[segment.tier], segment.block_count * block_tokens)
+    return tokens
 
 
 def draft_load(
@@ -129,7 +140,9 @@ def _keep(segment: Segment, count: int, storage: OpalStorageManager) -> PlannedC
     first = storage.tiers[0]
     if segment.tier == 0 or first.space.frees_later or 2 * count < len(record.rows):
         return None
-    outcome = first.reserve(ObjectSpec(record.group, record.parent_hash, record.run, first_block=0))
+    outcome = first.reserve(
+        ObjectSpec(record.group, record.parent_hash, record.run, 0, record.owner)
+    )
     if isinstance(outcome, Refusal):
         return None  # all of it is in use: the load goes past it
     return PlannedCopy(source_tier=segment.tier, source=None, target_tier=0, target=outcome)

@@ -29,13 +29,14 @@ class ObjectSpec(msgspec.Struct, frozen=True, gc=False):
     """An object that could be stored.
 
     `run` is the concatenation of the hashes of its blocks, `first_block` the position of the first
-    one in its sequence.
+    one in its sequence. `owner` is who pays for its room.
     """
 
     group: int
     parent_hash: bytes
     run: bytes
     first_block: int
+    owner: str = ""
 
     @property
     def block_count(self) -> int:
@@ -65,6 +66,7 @@ class ObjectRecord(msgspec.Struct, gc=False, eq=False):
     state: ObjectState
     leases: int = 0
     loads: int = 0
+    owner: str = ""
     is_gone: bool = False  # its file was removed by somebody else
 
     @property

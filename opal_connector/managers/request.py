@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from opal_connector.keys import TokenChain
+from opal_connector.managers.hints import NO_HINTS, RequestHints
 from opal_connector.managers.records import ObjectState
 from opal_connector.managers.single_type import Segment
 
@@ -45,20 +46,32 @@ class OpalRequest:
         "asked_key",
         "chain",
         "drop_reason",
+        "hints",
         "hit_tokens",
         "lease",
         "lora_name",
         "next_chunk",
+        "owner",
         "question",
         "request_id",
         "stored_tokens",
         "waiting_since",
     )
 
-    def __init__(self, request_id: str, chain: TokenChain, lora_name: str | None = None) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        chain: TokenChain,
+        lora_name: str | None = None,
+        *,
+        owner: str = "",
+        hints: RequestHints = NO_HINTS,
+    ) -> None:
         self.request_id = request_id
         self.chain = chain
         self.lora_name = lora_name
+        self.owner = owner
+        self.hints = hints
         self.lease: Lease | None = None
         self.next_chunk = 0
         self.waiting_since: float | None = None

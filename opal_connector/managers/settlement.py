@@ -119,4 +119,4 @@ class Settlement:
             self._placement.offer(item.target.key, item.target_tier)
 
     def _end_drop(self, item: PlannedDrop, failure: FailureKind | None) -> None:
-        self._storage.tiers[item.tier].end_drop(item.record, is_gone=failure is None)
+        self._storage.tiers[item.tier].leaving.end_drop(item.record, is_gone=failure is None)

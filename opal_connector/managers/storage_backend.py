@@ -4,14 +4,17 @@ Only a leaf can be evicted: an object whose next chunk is in the tier is pinned 
 the tail of a prefix always leaves before its head, whatever the policy.
 """
 
+import time
 from collections.abc import Callable, Sequence
 
 from opal_connector.events import Delete, EventLog, Insert, KVCEvent, ObjectFact
 from opal_connector.eviction import EvictionPolicy
 from opal_connector.keys import CHAIN_ROOT, HASH_BYTES
 from opal_connector.managers.departures import Departures
+from opal_connector.managers.expiry import Expiry
 from opal_connector.managers.leaving import LeavingObjects
 from opal_connector.managers.object_index import ObjectIndex
+from opal_connector.managers.quotas import Quotas
 from opal_connector.managers.records import (
     ObjectKey,
     ObjectRecord,
@@ -21,7 +24,7 @@ from opal_connector.managers.records import (
 )
 from opal_connector.managers.refusals import Refusal
 from opal_connector.managers.tier_pool import Space
-from opal_connector.managers.watermarks import Watermarks
+from opal_connector.managers.watermarks import TierLimits, Watermarks
 from opal_connector.transfers import ObjectName, TierHealth
 
 Announce = Callable[[ObjectFact], KVCEvent]
@@ -31,9 +34,8 @@ _EVICTIONS_AT_ONCE = 64  # files chosen in one step: bounds the time that it tak
 class OpalStorageBackend:
     """One tier's index over objects, without their bytes.
 
-    Mutable state: `health`, `index`, `doomed` (removed, but its rows are still in use),
-    `leaving`, `_orphans`, `order` (who leaves next), the space and the counters; guarded by the
-    lock of the manager that owns the tier.
+    Mutable state: `health`, `index`, `leaving`, `_orphans`, `order` (who leaves next), `expiry`,
+    the space and the counters; guarded by the lock of the manager that owns the tier.
     """
 
     def __init__(
@@ -43,29 +45,26 @@ class OpalStorageBackend:
         space: Space,
         policy: EvictionPolicy,
         log: EventLog,
-        eviction_threshold: float = 1.0,
-        eviction_target: float | None = None,
-        evicts_ahead: bool = False,
+        limits: TierLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tier = tier
         self.space = space
+        self._clock = clock
         self.health = TierHealth.OK
         self.generation = 0
         self.eviction_count = 0
         self.neighbours: tuple[OpalStorageBackend, ...] = ()
         self.on_eviction: Callable[[ObjectKey], None] | None = None
-        self.leaving = LeavingObjects()
-        self.levels = Watermarks(
-            space,
-            self.leaving,
-            threshold=eviction_threshold,
-            target=eviction_target,
-            evicts_ahead=evicts_ahead,
-        )
+        self.leaving = LeavingObjects(space)
+        limits = limits or TierLimits()
+        self.levels = Watermarks(space, self.leaving, limits)
         self._log = log
         self.index = ObjectIndex()
-        self.order = Departures(policy, self.index)
-        self.doomed: dict[int, ObjectRecord] = {}
+        self.order = Departures(
+            policy, self.index, Quotas(limits.quotas), lambda: space.capacity_bytes
+        )
+        self.expiry = Expiry(limits.ttl_seconds)
         # Written, and waiting for their parent to be: parent key -> what `commit` was given.
         self._orphans: dict[ObjectKey, list[tuple[ObjectRecord, Announce]]] = {}
 
@@ -73,7 +72,7 @@ class OpalStorageBackend:
         return (
             f"<OpalStorageBackend {self.tier}: {len(self.index.records)} objects, "
             f"{self.used_bytes}/{self.capacity_bytes} bytes, "
-            f"{len(self.doomed) + len(self.leaving)} leaving>"
+            f"{len(self.leaving)} leaving>"
         )
 
     def __len__(self) -> int:
@@ -110,10 +109,8 @@ class OpalStorageBackend:
 
     def batched_contains(self, keys: Sequence[ObjectKey]) -> int:
         """How many keys from the first on are readable without a gap."""
-        for count, key in enumerate(keys):
-            if not self.contains(key):
-                return count
-        return len(keys)
+        missing = (count for count, key in enumerate(keys) if not self.contains(key))
+        return next(missing, len(keys))
 
     def longest_run(self, wanted: bytes, group: int) -> tuple[ObjectRecord | None, int]:
         """The readable object that shares most blocks with `wanted`, and how many."""
@@ -134,7 +131,7 @@ class OpalStorageBackend:
         if refusal is not None:
             return refusal
         self.order.adopt(spec.parent_hash, spec.group)
-        rows = self._make_room(spec.block_count)
+        rows = self._make_room(spec.block_count, spec.owner)
         if rows is None:
             self.order.abandon(spec.parent_hash, spec.group)
             return Refusal.FULL
@@ -159,7 +156,7 @@ class OpalStorageBackend:
         announce = announce or self._insert
         if not self.index.is_current(record):
             record.state = ObjectState.ABSENT
-            self._release_doomed(record)
+            self.leaving.release(record)
             return False
         if stored and record.parent_hash != CHAIN_ROOT:
             parent_key = object_key(record.parent_hash, record.group)
@@ -185,7 +182,7 @@ class OpalStorageBackend:
         Returns whether it is new; what is here, coming or leaving stays as it is.
         """
         spec = ObjectSpec(name.group, name.parent_hash, name.run, first_block=0)
-        if self.index.holds(spec) or self._is_leaving(spec.key):
+        if self.index.holds(spec) or self.leaving.is_named(spec.key):
             return False
         rows = self.space.allocate(spec.block_count, force=True)
         if rows is None:
@@ -200,11 +197,11 @@ class OpalStorageBackend:
     def discard(self, name: ObjectName) -> None:
         """Have an object deleted that was here before this process and cannot be used."""
         spec = ObjectSpec(name.group, name.parent_hash, name.run, first_block=0)
-        if self.knows(spec.key) or self._is_leaving(spec.key):
+        if self.knows(spec.key) or self.leaving.is_named(spec.key):
             return
         rows = self.space.allocate(spec.block_count, force=True)
         if rows is not None:
-            self._free(self._record(spec, rows))
+            self.leaving.free(self._record(spec, rows))
 
     # ---- promises ----
 
@@ -215,7 +212,7 @@ class OpalStorageBackend:
             record.loads += 1
             record.state = ObjectState.LOADING
         if record.leases == 1 and self.index.is_current(record):
-            self.order.hold(record.key)
+            self.order.hold(record)
 
     def unpin(self, record: ObjectRecord, *, loading: bool = False) -> None:
         """End one promise. Rows of an object that was removed meanwhile become free."""
@@ -228,11 +225,16 @@ class OpalStorageBackend:
         if self.index.is_current(record):
             self.order.settle(record)
         else:
-            self._release_doomed(record)
+            self.leaving.release(record)
 
     def touch(self, keys: Sequence[ObjectKey]) -> None:
         """Record one use of a chain, given head first; the head counts as used last."""
         self.order.touch(keys)
+        if self.expiry.is_used:
+            now = self._clock()
+            for key in keys:
+                if key in self.index.records:
+                    self.expiry.used(key, now)
 
     # ---- leaving ----
 
@@ -272,6 +274,12 @@ class OpalStorageBackend:
         excess_bytes = self.levels.take_excess_bytes()
         return self._evict(self.order.evict(excess_bytes, limit=_EVICTIONS_AT_ONCE) or [])
 
+    def expire(self, now: float) -> int:
+        """Take out what was not used for too long, tails before heads; returns how many."""
+        self.order.end_keeping(now)
+        due = self.expiry.take_due(now, _EVICTIONS_AT_ONCE)
+        return sum(self._expire(key) for key in due)
+
     def clear(self) -> None:
         """Empty the tier; what is in motion ends in nothing."""
         self.generation += 1
@@ -285,14 +293,6 @@ class OpalStorageBackend:
                 self.index.drop_write(record)
                 self._forget(record)
 
-    def end_drop(self, record: ObjectRecord, *, is_gone: bool) -> None:
-        """A file that was leaving is gone, or could not be deleted and is to be tried again."""
-        if is_gone:
-            self.leaving.end(record)
-            self.space.free(record.rows)
-        else:
-            self.leaving.put_back(record)
-
     # ---- inside ----
 
     def _refuse(self, spec: ObjectSpec) -> Refusal | None:
@@ -300,7 +300,7 @@ class OpalStorageBackend:
             return Refusal.UNAVAILABLE
         if self.holds(spec):
             return Refusal.PRESENT
-        if self._is_leaving(spec.key):
+        if self.leaving.is_named(spec.key):
             return Refusal.LEAVING
         if self.space.size_bytes(spec.block_count) > self.levels.limit_bytes:
             return Refusal.TOO_LARGE
@@ -322,12 +322,6 @@ class OpalStorageBackend:
     def _insert(self, fact: ObjectFact) -> KVCEvent:
         return Insert(fact, self.tier)
 
-    def _is_leaving(self, key: ObjectKey) -> bool:
-        """Whether a file of that name is still to be deleted: a new one would go with it."""
-        if not self.space.frees_later:
-            return False
-        return key in self.leaving or any(record.key == key for record in self.doomed.values())
-
     def _record(self, spec: ObjectSpec, rows: tuple[int, ...]) -> ObjectRecord:
         return ObjectRecord(
             key=spec.key,
@@ -337,10 +331,12 @@ class OpalStorageBackend:
             rows=rows,
             size_bytes=self.space.size_bytes(len(rows)),
             state=ObjectState.WRITING,
+            owner=spec.owner,
         )
 
     def _publish(self, record: ObjectRecord, shared_blocks: int, announce: Announce) -> None:
         superseded = self.index.publish(record)
+        self.expiry.used(record.key, self._clock())
         self.order.settle(record)
         self._log.append(
             announce(ObjectFact(record.group, record.parent_hash, record.run, shared_blocks))
@@ -348,19 +344,35 @@ class OpalStorageBackend:
         for shorter in superseded:
             self._remove(shorter)
 
-    def _make_room(self, block_count: int) -> tuple[int, ...] | None:
-        """Rows for a new object, by evicting no more than is missing; None evicts nothing."""
-        missing_bytes = (
-            self.used_bytes + self.space.size_bytes(block_count) - self.levels.limit_bytes
-        )
-        if self.space.frees_later and missing_bytes > 0:
-            self.levels.want(self.space.size_bytes(block_count))
+    def _make_room(self, block_count: int, owner: str) -> tuple[int, ...] | None:
+        """Rows for a new object, by evicting no more than is missing; None evicts nothing.
+
+        An owner at his quota pays with what is his; where bytes come free later, at once.
+        """
+        size_bytes = self.space.size_bytes(block_count)
+        own = self.order.evict(self.order.shortfall_bytes(owner, size_bytes), owner=owner)
+        if own is None:
             return None
-        victims = self.order.evict(missing_bytes)
+        missing_bytes = self.used_bytes + size_bytes - self.levels.limit_bytes
+        if self.space.frees_later:
+            self._evict(own)
+            if missing_bytes > 0:
+                self.levels.want(size_bytes)
+                return None
+            return self.space.allocate(block_count)
+        victims = self.order.evict(missing_bytes - sum(record.size_bytes for record in own))
         if victims is None:
+            self.order.take_back(own)
             return None
-        self._evict(victims)
+        self._evict([*own, *victims])
         return self.space.allocate(block_count)
+
+    def _expire(self, key: ObjectKey) -> bool:
+        record = self.index.get(key)
+        if record is None or not self.order.may_leave(record):
+            return False
+        self._remove(record)
+        return True
 
     def _evict(self, victims: list[ObjectRecord]) -> int:
         for record in victims:
@@ -381,20 +393,7 @@ class OpalStorageBackend:
         return shared_blocks
 
     def _forget(self, record: ObjectRecord, *, is_evicted: bool = False) -> None:
+        self.expiry.left(record.key)
         if not is_evicted:  # else it has left the order already
             self.order.leave(record)
-        if record.is_held:
-            self.doomed[id(record)] = record
-        else:
-            self._free(record)
-
-    def _release_doomed(self, record: ObjectRecord) -> None:
-        if not record.is_held and self.doomed.pop(id(record), None) is not None:
-            self._free(record)
-
-    def _free(self, record: ObjectRecord) -> None:
-        record.state = ObjectState.ABSENT
-        if self.space.frees_later and not record.is_gone:
-            self.leaving.add(record)
-        else:
-            self.space.free(record.rows)
+        self.leaving.depart(record)

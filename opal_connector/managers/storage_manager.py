@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from opal_connector.events import EventLog
-from opal_connector.managers.audit import audit_tier
+from opal_connector.managers.hints import RequestHints
 from opal_connector.managers.records import ObjectKey, ObjectRecord, ObjectSpec
 from opal_connector.managers.refusals import Refusal
 from opal_connector.managers.storage_backend import OpalStorageBackend
@@ -97,6 +97,20 @@ class OpalStorageManager:
         """Take an object out of every tier, one DELETE event each; returns how many."""
         return sum(tier.remove(key, force=force) for tier in self.tiers)
 
+    def expire(self, now: float) -> int:
+        """Take out what nobody used for too long; returns how many."""
+        return sum(tier.expire(now) for tier in self.tiers)
+
+    def take_hints(self, keys: Sequence[ObjectKey], hints: RequestHints, now: float) -> None:
+        """Do what a request that has ended says about its chain, wherever parts of it are."""
+        for tier in self.tiers:
+            here = [key for key in keys if tier.knows(key)]
+            if hints.keep_seconds:
+                tier.order.keep(here, now + hints.keep_seconds)
+            if hints.ttl is not None:
+                for key in here:
+                    tier.expiry.limit(key, hints.ttl, now)
+
     def is_held(self, key: ObjectKey) -> bool:
         """Whether some tier's copy is promised or in motion."""
         records = (tier.index.records.get(key) for tier in self.tiers)
@@ -121,8 +135,3 @@ class OpalStorageManager:
         for tier in self.tiers:
             for key in tier.index.readable_keys():
                 yield tier.tier, key
-
-    def check(self) -> None:
-        """Audit every tier."""
-        for tier in self.tiers:
-            audit_tier(tier)

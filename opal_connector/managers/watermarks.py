@@ -1,9 +1,25 @@
 """When a tier is too full, and how much it then gives up."""
 
+import msgspec
+
 from opal_connector.managers.leaving import LeavingObjects
 from opal_connector.managers.tier_pool import Space
 
 _ALMOST = 0.98  # of the threshold: from here on a newcomer costs something its place
+
+
+class TierLimits(msgspec.Struct, frozen=True):
+    """When things leave a tier.
+
+    Eviction starts at `threshold` of the capacity; where it runs ahead of the stores it stops at
+    `target`. What was not used for `ttl_seconds` leaves anyway. `quotas` are the tenants' shares.
+    """
+
+    threshold: float = 1.0
+    target: float | None = None
+    evicts_ahead: bool = False
+    ttl_seconds: float | None = None
+    quotas: dict[str, float] = {}
 
 
 class Watermarks:
@@ -15,20 +31,12 @@ class Watermarks:
     Mutable state: `_wanted_bytes`, refused since the last look; guarded by the owner of the books.
     """
 
-    def __init__(
-        self,
-        space: Space,
-        leaving: LeavingObjects,
-        *,
-        threshold: float,
-        target: float | None,
-        evicts_ahead: bool,
-    ) -> None:
+    def __init__(self, space: Space, leaving: LeavingObjects, limits: TierLimits) -> None:
         self._space = space
         self._leaving = leaving
-        self._threshold = threshold
-        self._target = 0.95 * threshold if target is None else target
-        self._evicts_ahead = evicts_ahead or space.frees_later
+        self._threshold = limits.threshold
+        self._target = 0.95 * limits.threshold if limits.target is None else limits.target
+        self._evicts_ahead = limits.evicts_ahead or space.frees_later
         self._wanted_bytes = 0
 
     @property

@@ -24,6 +24,7 @@ from opal_connector.integrations.vllm.block_holds import BlockHolds
 from opal_connector.integrations.vllm.books import Books, build_books, describe_books
 from opal_connector.integrations.vllm.facts import group_facts
 from opal_connector.integrations.vllm.guard import contained
+from opal_connector.integrations.vllm.hints import request_hints
 from opal_connector.integrations.vllm.identity import (
     LoraFingerprints,
     is_cacheable,
@@ -316,8 +317,7 @@ class SchedulerHalf:
         """Whether the engine must step on although no request needs it."""
         if self.books is None:
             return False
-        manager = self.books.manager
-        has_news = self._news is not None and self._news.has_more
+        manager, has_news = self.books.manager, self._news is not None and self._news.has_more
         is_busy = manager.open_job_count or manager.storage.is_opening or manager.wants_upkeep
         return bool(is_busy or has_news or self._loads or self._stores or len(self._log))
 
@@ -365,6 +365,7 @@ class SchedulerHalf:
             request.request_id,
             request_identity(request, lora_fingerprint),
             lora_name=request.lora_request.lora_name if request.lora_request else None,
+            hints=request_hints(request),
         )
 
     def _identified(self, tracker: RequestTracker) -> OpalRequest | None:

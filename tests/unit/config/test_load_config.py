@@ -71,6 +71,8 @@ MISTAKES: list[tuple[dict[str, Any], str, str, str]] = [
     ({"CPUMemory": {"eviction_threshold": 0}}, "CPUMemory.eviction_threshold", "0", "above 0"),
     ({"CPUMemory": {"eviction_threshold": 2}}, "CPUMemory.eviction_threshold", "2", "at most 1"),
     ({"CPUMemory": {"eviction_threshold": NAN}}, "CPUMemory.eviction_threshold", "nan", "above 0"),
+    ({"quotas": {"a": 0}}, "quotas.a", "0", "at most 1"),
+    ({"quotas": {"a": 1.5}}, "quotas.a", "1.5", "at most 1"),
     ({"CPUMemory": {"eviction_target": 0}}, "CPUMemory.eviction_target", "0", "above 0"),
     (
         {"CPUMemory": {"eviction_threshold": 0.5, "eviction_target": 0.6}},
@@ -121,8 +123,8 @@ def test_unknown_field_lists_the_fields_there_are() -> None:
     """A misspelt name is not silently the default, and the right one is in the message."""
     assert message({"chunk_sise": 128}) == (
         "chunk_sise: unknown field; allowed here: kvc_tiers, chunk_size, save_unfull_chunk, "
-        "max_kvc_ready_requests, kvcevent_coalesce_time, weights_id, CPUMemory, LocalNVMe, "
-        "DistributedFS"
+        "max_kvc_ready_requests, kvcevent_coalesce_time, weights_id, quotas, CPUMemory, "
+        "LocalNVMe, DistributedFS"
     )
     assert message({"CPUMemory": {"capacity": 1}}) == (
         "CPUMemory.capacity: unknown field; allowed here: capacity_GB, eviction_policy, "

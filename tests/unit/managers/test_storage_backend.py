@@ -17,6 +17,7 @@ from opal_connector.managers import (
     TierPool,
 )
 from opal_connector.managers.audit import audit_leases, audit_tier
+from opal_connector.managers.watermarks import TierLimits
 
 LOG = EventLog(enabled=True)
 
@@ -33,7 +34,7 @@ def tier(rows: int, eviction_threshold: float = 1.0) -> OpalStorageBackend:
         space=TierPool(capacity_rows=rows, row_bytes=ROW_BYTES),
         policy=LRUPolicy(),
         log=LOG,
-        eviction_threshold=eviction_threshold,
+        limits=TierLimits(threshold=eviction_threshold),
     )
 
 
@@ -445,7 +446,7 @@ def test_state_follows_the_loads() -> None:
         lambda books, record: books.space.free(record.rows),
         lambda books, record: books.order._lineage.counts.clear(),
         lambda books, record: books.index._ready.clear(),
-        lambda books, record: books.order._policy.remove(record.key),
+        lambda books, record: books.order._policies[""].remove(record.key),
         lambda books, record: setattr(record, "rows", record.rows[:1]),
         lambda books, record: setattr(record, "size_bytes", 1),
         lambda books, record: setattr(record, "state", ObjectState.LOADING),
