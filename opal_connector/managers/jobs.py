@@ -79,7 +79,16 @@ class PlannedDrop:
         self.record = record
 
 
-Planned = PlannedObject | PlannedCopy | PlannedDrop
+class PlannedWipe:
+    """Everything that a tier of files has of the namespace."""
+
+    __slots__ = ("tier",)
+
+    def __init__(self, *, tier: int) -> None:
+        self.tier = tier
+
+
+Planned = PlannedObject | PlannedCopy | PlannedDrop | PlannedWipe
 
 
 class OpenJob:

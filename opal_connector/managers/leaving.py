@@ -4,15 +4,44 @@ from opal_connector.managers.records import ObjectKey, ObjectRecord, ObjectState
 from opal_connector.managers.tier_pool import Space
 
 
+class Wipe:
+    """Whether the files of a tier are all to go. Until they have, nothing is written there.
+
+    A worker runs jobs in any order: what was written meanwhile could go with the old files.
+
+    Mutable state: `is_due` (no job does it yet) and `is_unfinished`; guarded by the owner of the
+    books.
+    """
+
+    def __init__(self) -> None:
+        self.is_due = False
+        self.is_unfinished = False
+
+    def want(self) -> None:
+        """Have everything deleted that is there now."""
+        self.is_due = self.is_unfinished = True
+
+    def take_due(self) -> bool:
+        """Whether a job has to do it now; the caller sees to it."""
+        is_due, self.is_due = self.is_due, False
+        return is_due
+
+    def end(self, *, is_done: bool) -> None:
+        """The job has ended: nothing is left, or it is to be tried again."""
+        self.is_due = self.is_due or not is_done
+        self.is_unfinished = self.is_due
+
+
 class LeavingObjects:
     """What has to end before its room is free: promises, and in a tier of files the file.
 
-    Mutable state: `doomed` (somebody still relies on their rows), `_records` (files that a worker
-    has to delete, by key), `_due` (those of them that no job names yet), `size_bytes` of the files
-    and the space; guarded by the owner of the books.
+    Mutable state: `wipe`, `doomed` (somebody still relies on their rows), `_records` (files that a
+    worker has to delete, by key), `_due` (those of them that no job names yet), `size_bytes` of the
+    files and the space; guarded by the owner of the books.
     """
 
     def __init__(self, space: Space) -> None:
+        self.wipe = Wipe()
         self.doomed: dict[int, ObjectRecord] = {}
         self.size_bytes = 0
         self._space = space
@@ -31,7 +60,9 @@ class LeavingObjects:
         """Whether a file of that name is still to be deleted: a new one would go with it."""
         if not self._space.frees_later:
             return False
-        return key in self._records or any(record.key == key for record in self.doomed.values())
+        if self.wipe.is_unfinished or key in self._records:
+            return True
+        return any(record.key == key for record in self.doomed.values())
 
     def depart(self, record: ObjectRecord) -> None:
         """Take over an object that has just left the index."""

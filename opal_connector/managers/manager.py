@@ -210,6 +210,8 @@ class OpalKVCacheManager:
                 draft = self._draft_store(request, full_blocks, block_ids, include_tail, max_blocks)
             if draft.drop_reason is not None:
                 add(self._counters.dropped_stores, draft.drop_reason, 1)
+            if draft.drop_reason == Refusal.FULL:
+                self._looked_at_version = -1  # upkeep can make room, though nothing has changed
             request.drop_reason = draft.drop_reason
             request.next_chunk = draft.next_chunk
             request.stored_tokens = max(request.stored_tokens, draft.stored_blocks * block_tokens)

@@ -82,7 +82,7 @@ class Placement:
         """Whether `draft` may find something to do."""
         if any(self._queues):
             return True
-        return any(tier.levels.excess_bytes > 0 for tier in self._storage.tiers)
+        return any(tier.levels.is_due for tier in self._storage.tiers)
 
     def draft(self) -> tuple[list[PlannedCopy], list[ObjectCopy]]:
         """Copies to begin now, as far as what is in flight allows."""
@@ -156,14 +156,15 @@ class Placement:
     def _draft_demotions(self, place: int, planned: list[PlannedCopy]) -> None:
         """Give up what a tier has too much of: what is below already at once, the rest by MOVE."""
         tier = self._storage.tiers[place]
-        if tier.levels.excess_bytes <= 0 or not tier.is_readable:
+        excess_bytes = tier.levels.take_excess_bytes()
+        if excess_bytes <= 0 or not tier.is_readable:
             return
         target = self._demotion_target(place)
         if target is None:
-            tier.evict_ahead()
+            tier.evict_ahead(excess_bytes)
             return
         # What is on its way out makes room when it has left: no other object has to go for it.
-        excess_bytes = tier.levels.take_excess_bytes() - self._moving_bytes[place]
+        excess_bytes -= self._moving_bytes[place]
         for record in tier.order.next_victims(_FLIGHT_OBJECTS):
             if excess_bytes <= 0:
                 return

@@ -5,7 +5,13 @@ Success and failure take the same way. Called by the manager, under its lock.
 
 from opal_connector.events import Copy, Insert, KVCEvent, Move, ObjectFact
 from opal_connector.managers.counters import BookCounters, add
-from opal_connector.managers.jobs import OpenJob, PlannedCopy, PlannedDrop, PlannedObject
+from opal_connector.managers.jobs import (
+    OpenJob,
+    PlannedCopy,
+    PlannedDrop,
+    PlannedObject,
+    PlannedWipe,
+)
 from opal_connector.managers.placement import Placement
 from opal_connector.managers.request import OpalRequest
 from opal_connector.managers.storage_manager import OpalStorageManager
@@ -53,6 +59,8 @@ class Settlement:
                 self._end_copy(item, failure)
             elif isinstance(item, PlannedDrop):
                 self._end_drop(item, failure)
+            elif isinstance(item, PlannedWipe):
+                self._storage.tiers[item.tier].leaving.wipe.end(is_done=failure is None)
             elif item.tokens:
                 assert job.request is not None
                 self._end_load(job.request, item, failure)

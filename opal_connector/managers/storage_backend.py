@@ -269,9 +269,8 @@ class OpalStorageBackend:
         record.state = ObjectState.QUARANTINED
         return is_current
 
-    def evict_ahead(self) -> int:
+    def evict_ahead(self, excess_bytes: int) -> int:
         """Choose files to delete before they are in the way; returns how many."""
-        excess_bytes = self.levels.take_excess_bytes()
         return self._evict(self.order.evict(excess_bytes, limit=_EVICTIONS_AT_ONCE) or [])
 
     def expire(self, now: float) -> int:

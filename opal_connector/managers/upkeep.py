@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from opal_connector.managers.jobs import JobKind, JobTable, PlannedDrop
+from opal_connector.managers.jobs import JobKind, JobTable, PlannedDrop, PlannedWipe
 from opal_connector.managers.placement import Placement
 from opal_connector.managers.records import ObjectKey, ObjectRecord
 from opal_connector.managers.shared_space import SharedSpace
@@ -25,7 +25,7 @@ class Upkeep:
     """Collects what is due.
 
     Mutable state: per tier of files the uses not yet reported, what the ranks hold and how they
-    are, and whether it is to be emptied; guarded by the lock of `OpalKVCacheManager`.
+    are; guarded by the lock of `OpalKVCacheManager`.
     """
 
     def __init__(
@@ -41,7 +41,6 @@ class Upkeep:
         self._opening: dict[int, dict[ObjectName, int]] = {}
         self._ended = dict.fromkeys(self._touched, 0)
         self._health: dict[int, dict[int, TierHealth]] = {place: {} for place in self._touched}
-        self._wipes: set[int] = set()
         for place in self._touched:
             storage.tiers[place].health = TierHealth.OPENING
 
@@ -49,9 +48,11 @@ class Upkeep:
     def is_due(self) -> bool:
         """Whether `plan` has something to do."""
         return (
-            bool(self._wipes)
-            or any(self._touched.values())
-            or any(tier.leaving.is_due and tier.is_readable for tier in self._storage.tiers)
+            any(self._touched.values())
+            or any(
+                (tier.leaving.is_due or tier.leaving.wipe.is_due) and tier.is_readable
+                for tier in self._storage.tiers
+            )
             or self._placement.wants_upkeep()
         )
 
@@ -81,8 +82,8 @@ class Upkeep:
 
     def wipe(self) -> None:
         """Have the directories of all tiers of files emptied."""
-        self._wipes |= set(self._touched)
-        for touched in self._touched.values():
+        for place, touched in self._touched.items():
+            self._storage.tiers[place].leaving.wipe.want()
             touched.clear()
 
     def adopt(self, page: InventoryPage) -> None:
@@ -94,15 +95,16 @@ class Upkeep:
         else:
             seen = self._opening.setdefault(page.tier, {})
             for name in page.names:
-                seen[name] = seen.get(name, 0) + 1
+                # A rank may have to begin again after an error, and then names them twice.
+                seen[name] = seen.get(name, 0) | 1 << page.rank
         if not page.is_last:
             return
         self._ended[page.tier] += 1
         tier.space.shrink(page.foreign_bytes)
         if self._ended[page.tier] < self._ranks:
             return
-        for name, count in self._opening.pop(page.tier, {}).items():
-            if count == self._ranks:
+        for name, ranks in self._opening.pop(page.tier, {}).items():
+            if ranks.bit_count() == self._ranks:
                 tier.adopt(name)
             else:
                 tier.discard(name)
@@ -143,12 +145,14 @@ class Upkeep:
             leaving = self._storage.tiers[place].leaving
             if not self._storage.tiers[place].is_readable:
                 continue  # nobody could delete anything there now
-            is_wipe = place in self._wipes
-            self._wipes.discard(place)
+            is_wipe = leaving.wipe.take_due()
             records = leaving.take_all() if is_wipe else leaving.take_due(_DROPS_AT_ONCE)
             if not (records or is_wipe):
                 continue
-            planned = [PlannedDrop(tier=place, record=record) for record in records]
+            planned: list[PlannedDrop | PlannedWipe] = [
+                PlannedDrop(tier=place, record=record) for record in records
+            ]
+            planned += [PlannedWipe(tier=place)] if is_wipe else []
             names = () if is_wipe else tuple(_name_of(record) for record in records)
             job_id = self._jobs.open(JobKind.DROP, None, planned)
             jobs.append(DropJob(job_id, place, names, is_wipe=is_wipe, object_count=len(planned)))

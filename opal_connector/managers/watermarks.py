@@ -56,6 +56,11 @@ class Watermarks:
         """A store was refused for want of so much room."""
         self._wanted_bytes += size_bytes
 
+    @property
+    def is_due(self) -> bool:
+        """Whether to look at `take_excess_bytes`."""
+        return self._wanted_bytes > 0 or self.excess_bytes > 0
+
     def take_excess_bytes(self) -> int:
         """Bytes to give up now; what was wanted until now is forgotten."""
         excess_bytes = self.excess_bytes
