@@ -33,7 +33,9 @@ class QueuedPolicy(UndoablePolicy):
 
     @override
     def _free(self, key: Key) -> None:
-        self._home[key].unpark(key)
+        line = self._home[key]
+        if key in line.parked:
+            line.unpark(key)
 
     @override
     def _withdraw(self, key: Key) -> None:

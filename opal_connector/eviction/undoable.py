@@ -58,19 +58,24 @@ class UndoablePolicy(EvictionPolicy):
     @override
     def unpin(self, key: Key) -> None:
         if key in self._pinned:
-            self._pinned.discard(key)
+            self._pinned.remove(key)
             self._free(key)
         elif key not in self._held:
             raise KeyError(key)
 
     @override
     def evict(self, count: int, protected: Container[Key] = ()) -> list[Key] | None:
-        if count > len(self._held) - len(self._pinned):
+        held_count = len(self._held)
+        if count > held_count - len(self._pinned):
             return None
         if protected != () and not self._can_spare(count, protected):
             return None
         if not self._undo:
-            self._capacity = len(self._held)
+            self._capacity = held_count
+        if count == 1 and not self._due:
+            key = self._choose(protected)
+            self._undo[key] = self._expel(key)
+            return [key]
         victims: list[Key] = []
         while len(victims) < count:
             key = self._next_due(protected) if self._due else None
