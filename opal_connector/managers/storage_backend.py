@@ -346,14 +346,15 @@ class OpalStorageBackend:
     def _make_room(self, block_count: int, owner: str) -> tuple[int, ...] | None:
         """Rows for a new object, by evicting no more than is missing; None evicts nothing.
 
-        An owner at his quota pays with what is his; where bytes come free later, at once.
+        An owner at his quota pays with what is his. Where eviction runs ahead, it must not happen
+        here: what is dropped now could have been demoted.
         """
         size_bytes = self.space.size_bytes(block_count)
         own = self.order.evict(self.order.shortfall_bytes(owner, size_bytes), owner=owner)
         if own is None:
             return None
         missing_bytes = self.used_bytes + size_bytes - self.levels.limit_bytes
-        if self.space.frees_later:
+        if self.levels.evicts_ahead:
             self._evict(own)
             if missing_bytes > 0:
                 self.levels.want(size_bytes)

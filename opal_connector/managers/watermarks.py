@@ -36,13 +36,13 @@ class Watermarks:
         self._leaving = leaving
         self._threshold = limits.threshold
         self._target = 0.95 * limits.threshold if limits.target is None else limits.target
-        self._evicts_ahead = limits.evicts_ahead or space.frees_later
+        self.evicts_ahead = limits.evicts_ahead or space.frees_later
         self._wanted_bytes = 0
 
     @property
     def limit_bytes(self) -> int:
         """What a store may fill the tier to."""
-        share = 1.0 if self._evicts_ahead else self._threshold
+        share = 1.0 if self.evicts_ahead else self._threshold
         return int(self._space.capacity_bytes * share)
 
     @property
@@ -70,7 +70,7 @@ class Watermarks:
     @property
     def excess_bytes(self) -> int:
         """Bytes to give up, so that there is room again; 0 below the threshold."""
-        if not self._evicts_ahead or self._space.is_shared:
+        if not self.evicts_ahead or self._space.is_shared:
             return 0  # in a shared tier whoever keeps the limit evicts
         capacity_bytes = self._space.capacity_bytes
         staying_bytes = self._space.used_bytes - self._leaving.size_bytes + self._wanted_bytes

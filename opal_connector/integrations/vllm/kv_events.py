@@ -6,6 +6,7 @@ a tier and withdrawn when it ceases to be, exactly once each, also where two chu
 
 from collections.abc import Iterable
 
+import msgspec
 from vllm.distributed.kv_events import (
     MEDIUM_CPU,
     MEDIUM_STORAGE,
@@ -31,9 +32,10 @@ def host_events(events: Iterable[KVCEvent], block_tokens: int) -> list[KVCacheEv
                 translated += _removed(fact, tier)
             case Copy(fact, _, target_tier):
                 translated += _stored(fact, target_tier, block_tokens, (), None)
-            case Move(fact, source_tier, target_tier):
+            case Move(fact, source_tier, target_tier, source_shared_blocks):
                 translated += _stored(fact, target_tier, block_tokens, (), None)
-                translated += _removed(fact, source_tier)
+                left = msgspec.structs.replace(fact, shared_blocks=source_shared_blocks)
+                translated += _removed(left, source_tier)
     return translated
 
 

@@ -92,6 +92,11 @@ class EngineProcess:
         """What the engine has written to its standard output and error."""
         return self.log_path.read_text(errors="replace")
 
+    def kill(self) -> None:
+        """End the process with SIGKILL, as a crash would."""
+        self._process.kill()
+        self._process.join()
+
     def stop(self) -> None:
         """Let the engine shut down; kill the process if it does not."""
         with contextlib.suppress(OSError, EngineError):
