@@ -37,7 +37,7 @@ from opal_connector.integrations.vllm.messages import (
     WorkerFacts,
 )
 from opal_connector.integrations.vllm.news import News
-from opal_connector.integrations.vllm.stats import OpalStats
+from opal_connector.integrations.vllm.stats import OpalStats, levels
 from opal_connector.integrations.vllm.store_planner import StorePlanner
 from opal_connector.integrations.vllm.tracker import IDENTITY_WAIT_SECONDS, RequestTracker
 from opal_connector.managers import LookupResult, LookupState, OpalRequest
@@ -309,8 +309,7 @@ class SchedulerHalf:
         manager = self.books.manager
         data: dict[str, Any] = manager.take_counters()
         if data:
-            data["capacity_bytes"] = {t.tier: t.capacity_bytes for t in manager.storage.tiers}
-            data["used_bytes"] = {t.tier: t.used_bytes for t in manager.storage.tiers}
+            data |= levels(manager.storage.tiers)
         return OpalStats(data) if data else None
 
     def has_work(self) -> bool:

@@ -1,5 +1,6 @@
 """Opal's numbers in vLLM's log line and on vLLM's /metrics."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,28 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-GAUGES = ("capacity_bytes", "used_bytes")
+from opal_connector.managers import OpalStorageBackend
+from opal_connector.transfers import TierHealth
+
+GAUGES = ("capacity_bytes", "used_bytes", "tier_health")
+
+
+_HEALTH_LEVELS = {
+    TierHealth.OK: 0,
+    TierHealth.NO_SPACE: 1,
+    TierHealth.OPENING: 2,
+    TierHealth.SUSPENDED: 3,
+}
+
+
+def levels(tiers: Iterable[OpalStorageBackend]) -> dict[str, dict[str, int]]:
+    """The gauges as they are now."""
+    tiers = list(tiers)
+    return {
+        "capacity_bytes": {tier.tier: tier.capacity_bytes for tier in tiers},
+        "used_bytes": {tier.tier: tier.used_bytes for tier in tiers},
+        "tier_health": {tier.tier: _HEALTH_LEVELS[tier.health] for tier in tiers},
+    }
 
 
 @dataclass
@@ -88,6 +110,11 @@ _COUNTERS = {
 _GAUGES = {
     "capacity_bytes": ("vllm:opal_capacity_bytes", "tier", "Limit of a tier, per worker."),
     "used_bytes": ("vllm:opal_used_bytes", "tier", "Bytes in use in a tier, per worker."),
+    "tier_health": (
+        "vllm:opal_tier_health",
+        "tier",
+        "0 well, 1 full and only loading, 2 opening, 3 suspended.",
+    ),
 }
 
 
