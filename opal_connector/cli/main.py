@@ -23,6 +23,11 @@ COMMANDS: Final = {
     "models": CommandPlace(
         "opal_connector.cli.models", "models", "Get or make small models to try the cache with."
     ),
+    "replay": CommandPlace(
+        "opal_connector.cli.replay",
+        "replay",
+        "Find out what a trace of requests would hit in tiers of a given size.",
+    ),
     "tiers": CommandPlace(
         "opal_connector.cli.tiers", "tiers", "Look into a tier's directory, verify it, clean it."
     ),

@@ -356,7 +356,7 @@ class OpalStorageBackend:
         missing_bytes = self.used_bytes + size_bytes - self.levels.limit_bytes
         if self.levels.evicts_ahead:
             self._evict(own)
-            if missing_bytes > 0:
+            if missing_bytes > 0 and not self.space.is_shared:  # there, what was granted counts
                 self.levels.want(size_bytes)
                 return None
             return self.space.allocate(block_count)

@@ -64,6 +64,7 @@ def functions(tree: ast.Module) -> Iterator[Function]:
         "opal_connector.tiers",
         "opal_connector.managers",
         "opal_connector.engine",
+        "opal_connector.simulation",
         "opal_connector.cli.main",
         "opal_connector.integrations",
     ],

@@ -1,0 +1,192 @@
+"""Traces of requests: JSON lines of block identities, read into chains of hashes.
+
+A line is `{"timestamp", "input_length", "output_length", "hash_ids"}`; other fields are ignored.
+An id stands for a fixed number of tokens, and for what precedes it as far as its chain goes: where
+ids name contents only, equal contents behind different prefixes part here.
+"""
+
+import gzip
+import zlib
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from opal_connector.keys import CHAIN_ROOT
+
+# In the order in which they are tried: a short trace may fit several.
+LIKELY_TOKENS_PER_ID: Final = (512, 16, 32, 64, 128, 256, 1024, 2048)
+_GZIP_MAGIC: Final = b"\x1f\x8b"
+
+
+class TraceError(ValueError):
+    """What is wrong with a trace, with the line and the field where it is."""
+
+
+class TraceLine(msgspec.Struct, frozen=True, gc=False):
+    """One request as it is written."""
+
+    timestamp: float
+    input_length: int
+    hash_ids: list[int]
+    output_length: int = 0
+
+
+class TraceRequest(msgspec.Struct, frozen=True, gc=False):
+    """One request: when it comes, and the hash of every whole block of its prompt."""
+
+    arrival_seconds: float
+    input_tokens: int
+    output_tokens: int
+    hashes: list[bytes]
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """Requests in order of arrival, of blocks of so many tokens."""
+
+    block_tokens: int
+    requests: list[TraceRequest]
+
+    @property
+    def input_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(request.input_tokens for request in self.requests)
+
+    def unique_chunks(self, chunk_blocks: int) -> int:
+        """How many different chunks of so many blocks the prompts have, unfull tails included."""
+        keys: set[bytes] = set()
+        for request in self.requests:
+            keys.update(request.hashes[chunk_blocks - 1 :: chunk_blocks])
+            keys.update(request.hashes[-1:])
+        return len(keys)
+
+    def usable_blocks(self, request: TraceRequest) -> int:
+        """Blocks that a cache can bring: at least one token is left to compute."""
+        return min(len(request.hashes), (request.input_tokens - 1) // self.block_tokens)
+
+
+def read_trace(
+    path: Path,
+    *,
+    tokens_per_id: int | None = None,
+    seconds_per_unit: float = 0.001,
+    limit: int | None = None,
+) -> Trace:
+    """The first `limit` requests of a file of JSON lines, compressed with gzip or not.
+
+    Args:
+        path: The file.
+        tokens_per_id: Tokens that a hash id stands for; None finds out what fits all lines.
+        seconds_per_unit: What a timestamp counts ("multiplier_to_sec").
+        limit: Read no more requests than that.
+
+    Raises:
+        TraceError: A line is not what it should be, or there is none.
+        OSError: The file cannot be read.
+    """
+    lines = _decode(_content_lines(path), limit)
+    if not lines:
+        raise TraceError("there is no request in it")
+    block_tokens = tokens_per_id or _tokens_per_id(lines)
+    known: dict[tuple[bytes, int], bytes] = {}
+    requests = []
+    for number, line in lines:
+        _check_cover(number, line, block_tokens)
+        requests.append(
+            TraceRequest(
+                line.timestamp * seconds_per_unit,
+                line.input_length,
+                line.output_length,
+                chain_hashes(line.hash_ids[: line.input_length // block_tokens], known),
+            )
+        )
+    requests.sort(key=lambda request: request.arrival_seconds)
+    return Trace(block_tokens, requests)
+
+
+def chain_hashes(ids: Iterable[int], known: dict[tuple[bytes, int], bytes]) -> list[bytes]:
+    """The hashes of a sequence of block identities, each over all that precede it.
+
+    `known` remembers what was hashed before, so that equal hashes are the same object.
+    """
+    parent = CHAIN_ROOT
+    hashes: list[bytes] = []
+    for identity in ids:
+        digest = known.get((parent, identity))
+        if digest is None:
+            digest = sha256(parent + b"%d" % identity).digest()
+            known[parent, identity] = digest
+        hashes.append(digest)
+        parent = digest
+    return hashes
+
+
+def _content_lines(path: Path) -> list[bytes]:
+    content = path.read_bytes()
+    if content.startswith(_GZIP_MAGIC):
+        try:
+            content = gzip.decompress(content)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise TraceError(f"it is not whole: {error}") from None
+    return content.splitlines()
+
+
+def _decode(lines: Sequence[bytes], limit: int | None) -> list[tuple[int, TraceLine]]:
+    decoder = msgspec.json.Decoder(TraceLine)
+    decoded: list[tuple[int, TraceLine]] = []
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        if limit is not None and len(decoded) == limit:
+            break
+        try:
+            line = decoder.decode(text)
+        except msgspec.ValidationError as error:
+            raise TraceError(f"line {number}, {_place(str(error))}") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            reason = str(error).removeprefix("JSON is malformed: ")
+            raise TraceError(f"line {number}: not a JSON object ({reason})") from None
+        if line.input_length < 1:
+            raise TraceError(f"line {number}, input_length: found {line.input_length}, at least 1")
+        if line.output_length < 0:
+            raise TraceError(f"line {number}, output_length: found {line.output_length}, below 0")
+        decoded.append((number, line))
+    return decoded
+
+
+def _place(message: str) -> str:
+    """The field first, then what is wrong with it."""
+    text, _, path = message.partition(" - at ")
+    if "missing required field" in text:
+        return f"{text.split('`')[1]}: missing"
+    field = path.strip("`").removeprefix("$").removeprefix(".")
+    return f"{field or 'the whole'}: {text[0].lower()}{text[1:]}"
+
+
+def _fits(line: TraceLine, tokens: int) -> bool:
+    """Whether the ids are those of the whole blocks, with or without the last unfull one."""
+    whole = line.input_length // tokens
+    return whole <= len(line.hash_ids) <= -(-line.input_length // tokens)
+
+
+def _tokens_per_id(lines: Sequence[tuple[int, TraceLine]]) -> int:
+    for tokens in LIKELY_TOKENS_PER_ID:
+        if all(_fits(line, tokens) for _, line in lines):
+            return tokens
+    # Say where the most plausible one fails.
+    tokens = max(
+        LIKELY_TOKENS_PER_ID, key=lambda tokens: sum(_fits(one, tokens) for _, one in lines)
+    )
+    for number, line in lines:
+        _check_cover(number, line, tokens)
+    raise AssertionError("unreachable: some line does not fit")
+
+
+def _check_cover(number: int, line: TraceLine, tokens: int) -> None:
+    if not _fits(line, tokens):
+        raise TraceError(
+            f"line {number}, hash_ids: {len(line.hash_ids)} ids of {tokens} tokens "
+            f"do not make an input_length of {line.input_length}"
+        )
