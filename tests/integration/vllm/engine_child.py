@@ -191,9 +191,9 @@ class EngineCalls:
             "hook_faults": dict(hook_faults),
         }
 
-    def tier_blocks(self) -> set[bytes]:
-        """The hash of every block that can be read from the tier."""
-        tier = self._half.books.manager.storage.tiers[0]
+    def tier_blocks(self, place: int = 0) -> set[bytes]:
+        """The hash of every block that can be read from the tier at that place."""
+        tier = self._half.books.manager.storage.tiers[place]
         found: set[bytes] = set()
         for key in tier.index.readable_keys():
             run = tier.get(key).run
