@@ -159,11 +159,12 @@ def collect(directory: Path, as_json: bool, namespace: str, older_than: str | No
     """
     from opal_connector.cli import tiers_removal
     from opal_connector.tiers.file_names import NAMESPACE_DIGITS
+    from opal_connector.tiers.slot_removal import Removed
 
     if namespace and not re.fullmatch(rf"[0-9a-f]{{{NAMESPACE_DIGITS},64}}", namespace):
         raise CommandError(f"A namespace has {NAMESPACE_DIGITS} hex digits or more: {namespace!r}.")
     seconds = None if older_than is None else _seconds(older_than)
-    removed = tiers_removal.Removed()
+    removed = Removed()
     with plain_failures():
         tiers_removal.collect_garbage(directory, removed)
         if namespace or seconds is not None:
@@ -183,10 +184,11 @@ def clear_tiers(directory: Path, as_json: bool, yes: bool) -> None:
     Engines that use it go on, and find what they look for gone.
     """
     from opal_connector.cli import tiers_removal
+    from opal_connector.tiers.slot_removal import Removed
 
     if not yes:
         click.confirm(f"Remove all cached KV in {directory}?", abort=True, err=True)
-    removed = tiers_removal.Removed()
+    removed = Removed()
     with plain_failures():
         tiers_removal.clear(directory, removed)
     _report(removed, as_json=as_json)

@@ -6,14 +6,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
-
 from opal_connector.tiers.base import ChecksumMismatchError
-from opal_connector.tiers.directory import Slot, find_slots, object_paths, summarize
+from opal_connector.tiers.directory import Slot, find_slots, summarize
 from opal_connector.tiers.file_io import DIRECTORY_MODE, put_back
 from opal_connector.tiers.file_names import (
-    INDEX_NAME,
-    LOCK_NAME,
     QUARANTINE_NAME,
     new_temporary_name,
     parse_temporary,
@@ -21,18 +17,12 @@ from opal_connector.tiers.file_names import (
 from opal_connector.tiers.file_sizes import files_under, filesystem_now, used_bytes
 from opal_connector.tiers.header_scan import list_directory, read_header, scan_headers
 from opal_connector.tiers.leftovers import remove_leftovers
-from opal_connector.tiers.slot_lock import try_lock
-
-
-class Removed(msgspec.Struct, kw_only=True):
-    """What a command took away. `in_use` are slots that it left alone."""
-
-    objects: int = 0
-    leftovers: int = 0
-    unreadable: int = 0
-    slots: list[str] = []
-    in_use: list[str] = []
-    freed_bytes: int = 0
+from opal_connector.tiers.slot_removal import (
+    Removed,
+    remove_objects,
+    remove_slot,
+    used_by,
+)
 
 
 def quarantine(root: Path, slot: Slot, path: str, check: Callable[[str], object]) -> bool:
@@ -79,7 +69,7 @@ def _remove_leftovers(
     directory: str, paths: list[str], removed: Removed, *, has_lock: bool = False
 ) -> None:
     temporary = [path for path in paths if parse_temporary(os.path.basename(path))]
-    sizes = {path: _used_by(path) for path in temporary}
+    sizes = {path: used_by(path) for path in temporary}
     kept = remove_leftovers(directory, temporary, by_age_only=not has_lock)
     for path in set(temporary) - set(kept):
         removed.leftovers += 1
@@ -96,7 +86,7 @@ def _remove_unreadable(path: str, removed: Removed) -> None:
     if read_header(claimed).header is not None:
         put_back(claimed, path)
         return
-    size = _used_by(claimed)
+    size = used_by(claimed)
     if os.path.isdir(claimed):
         os.rename(claimed, path)  # not ours
         return
@@ -132,7 +122,7 @@ def clear(root: Path, removed: Removed) -> None:
     for name, slots in _by_namespace(root):
         for slot in slots:
             if not remove_slot(slot, removed):
-                _remove_objects(slot, removed)
+                remove_objects(slot, removed)
         with contextlib.suppress(OSError):  # something else is in there
             os.rmdir(root / name)
     place = root / QUARANTINE_NAME
@@ -141,63 +131,8 @@ def clear(root: Path, removed: Removed) -> None:
         shutil.rmtree(place)
 
 
-def remove_slot(slot: Slot, removed: Removed) -> bool:
-    """Remove what a tier keeps in a slot, unless a process uses it; whether it did. Blocks.
-
-    What is not a tier's stays, and the directories in which it is.
-    """
-    lock = try_lock(slot.path) if slot.has_lock else None
-    if slot.has_lock and lock is None:
-        removed.in_use.append(f"{slot.namespace}/{slot.name}")
-        return False
-    try:
-        _remove_objects(slot, removed)
-        for path in list_directory(slot.path).other_paths:
-            if parse_temporary(os.path.basename(path)) or path == f"{slot.path}/{INDEX_NAME}":
-                removed.freed_bytes += _used_by(path)
-                _remove_any(path)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"{slot.path}/{LOCK_NAME}")
-        with contextlib.suppress(OSError):  # something else is in there
-            os.rmdir(slot.path)
-    finally:
-        if lock is not None:
-            os.close(lock)
-    removed.slots.append(f"{slot.namespace}/{slot.name}")
-    return True
-
-
-def _remove_objects(slot: Slot, removed: Removed) -> None:
-    for path in object_paths(slot, list_directory(slot.path).keys):
-        size = _used_by(path)
-        try:
-            os.unlink(path)
-        except (FileNotFoundError, IsADirectoryError):
-            continue  # somebody was faster, or it is not ours
-        removed.objects += 1
-        removed.freed_bytes += size
-    for entry in os.scandir(slot.path):
-        if len(entry.name) == 2 and entry.is_dir(follow_symlinks=False):
-            with contextlib.suppress(OSError):  # something is in there
-                os.rmdir(entry.path)
-
-
 def _by_namespace(root: Path) -> Iterator[tuple[str, list[Slot]]]:
     spaces: dict[str, list[Slot]] = {}
     for slot in find_slots(root):
         spaces.setdefault(slot.namespace, []).append(slot)
     yield from spaces.items()
-
-
-def _used_by(path: str) -> int:
-    if os.path.isdir(path) and not os.path.islink(path):
-        return used_bytes(files_under(path))
-    return used_bytes([path])
-
-
-def _remove_any(path: str) -> None:
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path, ignore_errors=True)
-        return
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)

@@ -37,10 +37,14 @@ def make_file_tier(
     if settings.capacity_GB is None and settings.reserve_GB:
         spare_bytes = free_bytes(root) - parse_size_bytes(settings.reserve_GB)
         capacity_bytes = max(0, min(capacity_bytes, spare_bytes))
-    return (
-        LocalNVMe(root, row_bytes=row_bytes, rank=rank, fsync=settings.fsync),
-        capacity_bytes // local_ranks,
+    store = LocalNVMe(
+        root,
+        row_bytes=row_bytes,
+        rank=rank,
+        fsync=settings.fsync,
+        limit_bytes=capacity_bytes,
     )
+    return store, capacity_bytes // local_ranks
 
 
 def free_bytes(path: Path) -> int:

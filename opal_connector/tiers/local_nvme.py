@@ -1,6 +1,7 @@
 """`LocalNVMe`: a directory that one process has for itself, with an index for fast restarts."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,14 +10,17 @@ from typing import ClassVar, Final
 from typing_extensions import override
 
 from opal_connector.tiers.base import ChecksumMismatchError
-from opal_connector.tiers.file_names import object_key, object_path, slot_name
+from opal_connector.tiers.file_names import namespace_name, object_key, object_path, slot_name
 from opal_connector.tiers.file_sizes import files_under, used_bytes
 from opal_connector.tiers.file_tier import FileTier
 from opal_connector.tiers.header_scan import batches, list_directory, scan_headers
 from opal_connector.tiers.journal import PAGE_NAMES, IndexOwner, Journal, LoadedIndex, load_index
 from opal_connector.tiers.leftovers import remove_leftovers
 from opal_connector.tiers.slot_lock import try_lock
+from opal_connector.tiers.slot_removal import make_room_among_others
 from opal_connector.transfers import ObjectName
+
+logger = logging.getLogger(__name__)
 
 _MAX_SLOTS: Final = 1024
 
@@ -31,8 +35,17 @@ class LocalNVMe(FileTier):
 
     name: ClassVar[str] = "LocalNVMe"
 
-    def __init__(self, root: Path, *, row_bytes: int, rank: int, fsync: bool = False) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        row_bytes: int,
+        rank: int,
+        fsync: bool = False,
+        limit_bytes: int | None = None,
+    ) -> None:
         super().__init__(root, row_bytes=row_bytes, rank=rank, fsync=fsync)
+        self._limit_bytes = limit_bytes
         self._lock_file = -1
         self._journal: Journal | None = None
         self._strangers: list[str] = []
@@ -118,7 +131,28 @@ class LocalNVMe(FileTier):
     def _count_foreign_bytes(self) -> int:
         own = [entry.path for entry in os.scandir(self._directory) if entry.is_file()]
         others = files_under(str(self.root), skip=self._directory)
-        return used_bytes(others) + used_bytes({*own, *self._strangers})
+        foreign_bytes = used_bytes(others) + used_bytes({*own, *self._strangers})
+        return foreign_bytes - self._take_from_others(foreign_bytes)
+
+    def _take_from_others(self, foreign_bytes: int) -> int:
+        """Bytes freed of what other models left behind, if they have more than half of the limit.
+
+        A model that is served no more must not keep the next one from having a cache.
+        """
+        if self._limit_bytes is None or foreign_bytes <= self._limit_bytes // 2:
+            return 0
+        removed = make_room_among_others(
+            self.root,
+            own_namespace=namespace_name(self._namespace),
+            excess_bytes=foreign_bytes - self._limit_bytes // 2,
+        )
+        logger.info(
+            "%s: removed %d objects of models that nobody serves now, %d bytes",
+            self.name,
+            removed.objects,
+            removed.freed_bytes,
+        )
+        return removed.freed_bytes
 
     @override
     def _published(self, name: ObjectName) -> None:

@@ -8,10 +8,12 @@ import sys
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fakes import stamp
 
-from opal_connector.tiers import allocate_host_rows
+from opal_connector.keys import CHAIN_ROOT
+from opal_connector.tiers import allocate_host_rows, file_bytes
 from opal_connector.tiers.checks import row_check
 from opal_connector.tiers.file_names import new_temporary_name, object_key, object_path
 from opal_connector.tiers.local_nvme import LocalNVMe
@@ -228,3 +230,34 @@ def test_calls_after_close_do_no_harm(tmp_path: Path) -> None:
 
     assert names == [name(1)]
     tier.close()
+
+
+def test_models_that_nobody_serves_make_room(tmp_path: Path) -> None:
+    """What an older model left behind is removed, the oldest first, beyond half of the limit."""
+
+    def filled(number: int) -> LocalNVMe:
+        store = LocalNVMe(tmp_path, row_bytes=4096, rank=0)
+        list(store.open(bytes([number]) * 32))
+        rows = np.zeros((1, 4096), dtype=np.uint8)
+        for block in range(10):
+            run = bytes([block]) * 32
+            name = ObjectName(0, CHAIN_ROOT, run)
+            store.write_object(name, rows, [0], [row_check(rows[0], run, 0)])
+        return store
+
+    for number in (1, 2):
+        filled(number).close()
+        index = next((tmp_path / (bytes([number]) * 8).hex()).rglob("index"))
+        for path in (index, *index.parent.rglob("*.opal")):
+            os.utime(path, (1000 * number, 1000 * number))
+    in_use = filled(3)
+    size = file_bytes(1, 4096)
+
+    store = LocalNVMe(tmp_path, row_bytes=4096, rank=0, limit_bytes=50 * size)
+    list(store.open(bytes([4]) * 32))
+
+    left = {path.name for path in tmp_path.iterdir() if list(path.rglob("*.opal"))}
+    assert left == {(bytes([number]) * 8).hex() for number in (2, 3)}
+    assert store.foreign_bytes <= 25 * size
+    in_use.close()
+    store.close()
