@@ -69,6 +69,8 @@ class Move(_Event, frozen=True, gc=False, array_like=True, tag=int(KVCEventType.
     source_tier: str
     target_tier: str
     source_shared_blocks: int = 0
+    token_ids: tuple[int, ...] = ()
+    lora_name: str | None = None
 
 
 class Copy(_Event, frozen=True, gc=False, array_like=True, tag=int(KVCEventType.COPY)):
@@ -76,6 +78,8 @@ class Copy(_Event, frozen=True, gc=False, array_like=True, tag=int(KVCEventType.
 
     source_tier: str
     target_tier: str
+    token_ids: tuple[int, ...] = ()
+    lora_name: str | None = None
 
 
 KVCEvent = Insert | Delete | Move | Copy

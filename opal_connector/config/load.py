@@ -117,14 +117,18 @@ def _value_at(where: str, given: Mapping[str, Any]) -> Any:
     return value
 
 
-def _check(config: OpalConfig) -> None:
-    for index, name in enumerate(config.kvc_tiers):
+def _check_tier_names(names: Sequence[str]) -> None:
+    for index, name in enumerate(names):
         if name not in TIER_NAMES:
             raise ConfigError(
                 f"kvc_tiers[{index}]: found {name!r}, allowed: {', '.join(TIER_NAMES)}"
             )
-    if len(set(config.kvc_tiers)) != len(config.kvc_tiers):
-        raise ConfigError(f"kvc_tiers: found {list(config.kvc_tiers)}, each tier is allowed once")
+    if len(set(names)) != len(names):
+        raise ConfigError(f"kvc_tiers: found {list(names)}, each tier is allowed once")
+
+
+def _check(config: OpalConfig) -> None:
+    _check_tier_names(config.kvc_tiers)
     is_auto = config.chunk_size == "auto"
     if not is_auto and (isinstance(config.chunk_size, str) or config.chunk_size < 1):
         raise ConfigError(
@@ -139,11 +143,7 @@ def _check(config: OpalConfig) -> None:
             f"kvcevent_coalesce_time: found {config.kvcevent_coalesce_time}, "
             "allowed: 0 to 60 seconds"
         )
-    for tenant, share in config.quotas.items():
-        if not 0 < share <= 1:
-            raise ConfigError(
-                f"quotas.{tenant}: found {share}, allowed: a share of every tier, above 0, at most 1"
-            )
+    _check_quotas(config.quotas)
     if config.weights_id is not None and not config.weights_id:
         raise ConfigError("weights_id: found '', allowed: any other text, or leave it out")
     for name in TIER_NAMES:
@@ -151,6 +151,15 @@ def _check(config: OpalConfig) -> None:
         file_tier = config.file_tier(name)
         if file_tier is not None:
             _check_file_tier(name, file_tier, is_used=name in config.kvc_tiers)
+
+
+def _check_quotas(quotas: Mapping[str, float]) -> None:
+    for tenant, share in quotas.items():
+        if not 0 < share <= 1:
+            raise ConfigError(
+                f"quotas.{tenant}: found {share}, "
+                "allowed: a share of every tier, above 0, at most 1"
+            )
 
 
 def _check_tier(name: str, tier: TierConfig) -> None:

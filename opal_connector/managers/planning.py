@@ -145,6 +145,7 @@ def _keep(segment: Segment, count: int, storage: OpalStorageManager) -> PlannedC
     )
     if isinstance(outcome, Refusal):
         return None  # all of it is in use: the load goes past it
+    outcome.tokens, outcome.lora_name = record.tokens, record.lora_name
     return PlannedCopy(source_tier=segment.tier, source=None, target_tier=0, target=outcome)
 
 

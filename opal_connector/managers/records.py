@@ -67,7 +67,14 @@ class ObjectRecord(msgspec.Struct, gc=False, eq=False):
     leases: int = 0
     loads: int = 0
     owner: str = ""
+    tokens: bytes = b""  # uint32 of its blocks, where events are wanted
+    lora_name: str | None = None
     is_gone: bool = False  # its file was removed by somebody else
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens of its blocks, as far as they are known."""
+        return tuple(memoryview(self.tokens).cast("I"))
 
     @property
     def is_readable(self) -> bool:

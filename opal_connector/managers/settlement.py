@@ -3,6 +3,8 @@
 Success and failure take the same way. Called by the manager, under its lock.
 """
 
+from array import array
+
 from opal_connector.events import Copy, Insert, KVCEvent, Move, ObjectFact
 from opal_connector.managers.counters import BookCounters, add
 from opal_connector.managers.jobs import (
@@ -83,6 +85,10 @@ class Settlement:
     ) -> None:
         tier = self._storage.tiers[item.tier]
 
+        if item.token_ids:  # for the copies that follow, too
+            item.record.tokens = array("I", item.token_ids).tobytes()
+            item.record.lora_name = request.lora_name
+
         def announce(fact: ObjectFact) -> KVCEvent:
             return Insert(fact, tier.tier, item.token_ids, request.lora_name)
 
@@ -110,10 +116,11 @@ class Settlement:
 
         def announce(fact: ObjectFact) -> KVCEvent:
             # A copy that waits for its parent is announced later, and the source stays until then.
+            token_ids, lora_name = item.target.token_ids, item.target.lora_name
             if not is_moving or item.source is None:
-                return Copy(fact, source.tier, target.tier)
+                return Copy(fact, source.tier, target.tier, token_ids, lora_name)
             shared_blocks = source.index.shared_without(item.source)
-            return Move(fact, source.tier, target.tier, shared_blocks)
+            return Move(fact, source.tier, target.tier, shared_blocks, token_ids, lora_name)
 
         stored = target.commit(item.target, stored=failure is None, announce=announce)
         has_moved = is_moving and stored and item.target.is_readable

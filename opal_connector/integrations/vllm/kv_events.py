@@ -30,11 +30,11 @@ def host_events(events: Iterable[KVCEvent], block_tokens: int) -> list[KVCacheEv
                 translated += _stored(fact, tier, block_tokens, token_ids, lora_name)
             case Delete(fact, tier):
                 translated += _removed(fact, tier)
-            case Copy(fact, _, target_tier):
-                translated += _stored(fact, target_tier, block_tokens, (), None)
-            case Move(fact, source_tier, target_tier, source_shared_blocks):
-                translated += _stored(fact, target_tier, block_tokens, (), None)
-                left = msgspec.structs.replace(fact, shared_blocks=source_shared_blocks)
+            case Copy(fact, _, target_tier, token_ids, lora_name):
+                translated += _stored(fact, target_tier, block_tokens, token_ids, lora_name)
+            case Move(fact, source_tier, target_tier, shared_blocks, token_ids, lora_name):
+                translated += _stored(fact, target_tier, block_tokens, token_ids, lora_name)
+                left = msgspec.structs.replace(fact, shared_blocks=shared_blocks)
                 translated += _removed(left, source_tier)
     return translated
 

@@ -200,29 +200,32 @@ class EngineCalls:
             found.update(run[start : start + 32] for start in range(0, len(run), 32))
         return found
 
-    def replayed_blocks(self) -> set[bytes]:
-        """What a consumer of the engine's event stream believes the tier to hold.
+    def replayed_blocks(self, tier: str = "CPUMemory") -> set[bytes]:
+        """What a consumer of the engine's event stream believes a tier to hold.
 
         Raises an error on an event that no consumer could make sense of: a block that is stored
         twice, removed without having been stored, or that follows a parent that is not there.
         """
-        held: set[bytes] = set()
+        held: dict[str, set[bytes]] = {}
         for event in self._events:
             kind = type(event).__name__
-            if getattr(event, "medium", None) != "CPU" or event.ownership != "CPUMemory":
+            if getattr(event, "medium", None) not in {"CPU", "STORAGE"}:
                 continue
+            here = held.setdefault(event.ownership, set())
             hashes = set(event.block_hashes)
             assert len(hashes) == len(event.block_hashes), event
             if kind == "BlockStored":
-                assert not hashes & held, f"stored twice: {event}"
+                assert not hashes & here, f"stored twice: {event}"
                 assert len(event.token_ids) == event.block_size * len(hashes), event
                 parent = event.parent_block_hash
-                assert parent is None or parent in held, f"parent unknown: {event}"
-                held |= hashes
+                # It may lie in another tier: lookups go over all of them.
+                is_known = any(parent in tier_held for tier_held in held.values())
+                assert parent is None or is_known, f"parent unknown: {event}"
+                here |= hashes
             else:
-                assert hashes <= held, f"removed without having been there: {event}"
-                held -= hashes
-        return held
+                assert hashes <= here, f"removed without having been there: {event}"
+                here -= hashes
+        return held.get(tier, set())
 
     def event_counts(self) -> dict[str, int]:
         """Events of the tier by kind."""

@@ -80,7 +80,8 @@ def test_disk_holds_what_memory_forgets(reference: Reference, tmp_path: Path, wr
             tmp_path,
             CPUMemory={"capacity_GB": "1MiB", "eviction_threshold": 0.7},
             LocalNVMe={"write": write},
-        )
+        ),
+        kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
     ) as engine:
         requests = [request(prompt(300 + 40 * one, seed=10 + one)) for one in range(6)]
         first = [engine.generate([one])[0] for one in requests]
@@ -88,6 +89,9 @@ def test_disk_holds_what_memory_forgets(reference: Reference, tmp_path: Path, wr
         second = [engine.generate([one])[0] for one in requests]
         books = assert_at_rest(engine)
         metrics = engine.metrics()
+        for place, tier in enumerate(("CPUMemory", "LocalNVMe")):
+            there = engine.call("tier_blocks", place=place)
+            assert engine.call("replayed_blocks", tier=tier) == there
 
     assert_same(first, expected(reference, requests))
     assert_same(second, expected(reference, requests))
