@@ -8,7 +8,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from opal_connector.tiers.breaker import BreakerLimits, CircuitBreaker, ProbeOutcome
-from opal_connector.tiers.parts import Part, PartOutcome, PartState, failed_outcome
+from opal_connector.tiers.parts import (
+    Part,
+    PartOutcome,
+    PartState,
+    failed_outcome,
+    warnings,
+)
 from opal_connector.transfers import FailureKind, TierHealth
 
 Answer = Callable[[Part, PartOutcome], None]
@@ -90,13 +96,12 @@ class Lane:
         now = self._clock()
         given_up: list[Part] = []
         with self._wake:
-            for part in [part for part in self._urgent if part.deadline <= now]:
-                self._urgent.remove(part)
-                part.state = PartState.DONE
-                given_up.append(part)
-            for part in [part for part in self._running if part.deadline <= now]:
-                if part.state is not PartState.RUNNING:
-                    continue
+            for queue in (self._urgent, self._other):
+                for part in [part for part in queue if part.expires and part.deadline <= now]:
+                    queue.remove(part)
+                    part.state = PartState.DONE
+                    given_up.append(part)
+            for part in [part for part in self._running if self._is_overdue(part, now)]:
                 part.state = PartState.GIVEN_UP
                 self._breaker.hung(now=now)
                 given_up.append(part)
@@ -108,6 +113,13 @@ class Lane:
             self._answer(part, outcome)
             if part.state is PartState.DONE:
                 self._returned(part, outcome)
+
+    def _is_overdue(self, part: Part, now: float) -> bool:
+        """Delivery to the device ends by itself; giving a file its name gets as long again."""
+        if part.state is PartState.RUNNING:
+            return part.deadline <= now
+        is_publishing = part.state is PartState.DELIVERING and not part.is_urgent
+        return is_publishing and part.deadline + (self.timeout_seconds or 0.0) <= now
 
     def suspend(self) -> None:
         """Take note that the tier cannot be used; a probe is due soon."""
@@ -168,7 +180,7 @@ class Lane:
                 self._answer(part, outcome)
                 self._returned(part, outcome)
             else:
-                is_needed = self._end(part, part.run(part))
+                is_needed = self._end(part, _run_part(part))
 
     def _refusal(self, part: Part) -> FailureKind | None:
         """Why a part is not begun. A tier without a timeout is never refused."""
@@ -207,3 +219,12 @@ class Lane:
         else:
             seconds = now - part.began
             self._breaker.succeeded(seconds=seconds, is_store=part.needs_space, now=now)
+
+
+def _run_part(part: Part) -> PartOutcome:
+    """The outcome, whatever happens: a part without an answer would keep its job open for ever."""
+    try:
+        return part.run(part)
+    except Exception as error:  # noqa: BLE001 - parts should raise nothing; a thread must not end
+        warnings.warn("part", "a transfer failed unexpectedly: %r", error)
+        return failed_outcome(part.positions, FailureKind.IO)

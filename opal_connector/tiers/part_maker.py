@@ -136,8 +136,8 @@ class PartMaker:
             )
 
         if isinstance(job, LoadJob):
-            return Part(job.job_id, (position,), load, is_urgent=True)
-        return Part(job.job_id, (position,), store, needs_space=True)
+            return Part(job.job_id, (position,), load, is_urgent=True, expires=True)
+        return Part(job.job_id, (position,), store, needs_space=True, expires=True)
 
     def _copy_part(self, job: CopyJob, position: int) -> Part:
         item = job.objects[position]

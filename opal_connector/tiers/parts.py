@@ -53,6 +53,7 @@ class Part:
         positions: Of its objects in the job.
         is_urgent: Whether somebody waits for it: a load.
         needs_space: Whether it makes the tier fuller: a store or a copy.
+        expires: Whether it is given up in the queue, too: something else is held for it.
         run: Does the work in the calling thread; raises nothing.
         deadline: Monotonic seconds at which it is given up.
 
@@ -66,6 +67,7 @@ class Part:
     __slots__ = (
         "began",
         "deadline",
+        "expires",
         "has_kept",
         "is_urgent",
         "job_id",
@@ -84,12 +86,14 @@ class Part:
         *,
         is_urgent: bool = False,
         needs_space: bool = False,
+        expires: bool = False,
     ) -> None:
         self.job_id = job_id
         self.positions = positions
         self.run = run
         self.is_urgent = is_urgent
         self.needs_space = needs_space
+        self.expires = expires
         self.state = PartState.QUEUED
         self.deadline = float("inf")
         self.began = 0.0

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from opal_connector.reports import RateLimitedWarnings
@@ -16,6 +17,7 @@ logger = logging.getLogger(__name__)
 warnings = RateLimitedWarnings(logger)
 
 _WATCH_SECONDS = 0.1
+_OPENING_SECONDS = 20.0  # after that lookups go on without what the directory may hold
 
 
 class TierWatch:
@@ -32,6 +34,7 @@ class TierWatch:
         self._lock = threading.Lock()
         self._is_open = [not isinstance(tier, FileTier) for tier in tiers]
         self._namespace = b""
+        self._open_by = float("inf")
         self._pages: list[InventoryPage] = []
         self._closing = threading.Event()
         if not all(self._is_open):
@@ -39,15 +42,21 @@ class TierWatch:
 
     @property
     def health(self) -> tuple[TierHealth, ...]:
-        """What every tier can do now, by place."""
+        """What every tier can do now, by place. One that takes long to open is not waited for."""
         return tuple(
-            lane.health if is_open or lane.health is TierHealth.SUSPENDED else TierHealth.OPENING
+            lane.health if is_open or lane.health is TierHealth.SUSPENDED else self._unopened
             for lane, is_open in zip(self._lanes, self._is_open, strict=True)
         )
+
+    @property
+    def _unopened(self) -> TierHealth:
+        is_late = time.monotonic() > self._open_by
+        return TierHealth.SUSPENDED if is_late else TierHealth.OPENING
 
     def open(self, namespace: bytes) -> None:
         """Begin to open the tiers of files. Does not block."""
         self._namespace = namespace
+        self._open_by = time.monotonic() + _OPENING_SECONDS
         for place, is_open in enumerate(self._is_open):
             if not is_open:
                 start_thread(f"opal-open-{place}", lambda place=place: self._open(place))  # type: ignore[misc]
@@ -94,10 +103,16 @@ class TierWatch:
 
     def _watch(self) -> None:
         while not self._closing.wait(_WATCH_SECONDS):
-            for place, lane in enumerate(self._lanes):
-                lane.give_up_overdue()
-                if isinstance(self._tiers[place], FileTier) and lane.begin_probe():
-                    start_thread(f"opal-probe-{place}", lambda place=place: self._probe(place))  # type: ignore[misc]
+            try:
+                self._look()
+            except Exception as error:  # noqa: BLE001 - without it nothing would be given up again
+                warnings.warn("watch", "looking after the tiers failed: %r", error)
+
+    def _look(self) -> None:
+        for place, lane in enumerate(self._lanes):
+            lane.give_up_overdue()
+            if isinstance(self._tiers[place], FileTier) and lane.begin_probe():
+                start_thread(f"opal-probe-{place}", lambda place=place: self._probe(place))  # type: ignore[misc]
 
     def _probe(self, place: int) -> None:
         tier, lane = self._tiers[place], self._lanes[place]

@@ -20,7 +20,8 @@ def test_ht_57_only_what_is_missing_leaves(writes: tuple[str, str]) -> None:
     bench.store(range(50, 60))
 
     assert bench.held(0) == 10
-    assert kinds(bench.events).count("Delete") == 2
+    # Where a tier below takes what leaves, nothing is dropped: the last two are stored there.
+    assert kinds(bench.events).count("Delete") == (0 if "demote" in writes else 2)
 
 
 def test_ht_57_demotions_in_flight_are_counted_before_more_is_demoted() -> None:
