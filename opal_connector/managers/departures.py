@@ -15,9 +15,9 @@ class Departures:
     With quotas every owner has an order of its own. Room for an owner who has reached his quota
     comes from what is his, any other from the owner who uses most of what he may.
 
-    Mutable state: a policy and the bytes per owner, `_lineage` (children stored in the tier) and
-    `_kept` (objects that should stay until a time, soonest first once sorted); guarded by the
-    owner of the books.
+    Mutable state: a policy and the bytes per owner, `_lineage` (children stored in the tier),
+    `_kept` (objects that should stay until a time), `_unwanted` (objects that go before all others)
+    and `_taken` (those of them that the present eviction chose); guarded by the owner of the books.
     """
 
     def __init__(
@@ -35,6 +35,8 @@ class Departures:
         self._owned_bytes: dict[str, int] = {}
         self._lineage = Lineage()
         self._kept: dict[ObjectKey, float] = {}
+        self._unwanted: dict[ObjectKey, None] = {}
+        self._taken: set[ObjectKey] = set()
 
     # ---- coming and staying ----
 
@@ -87,6 +89,19 @@ class Departures:
             record = records.get(key)
             if record is not None:
                 self._policies[record.owner].touch(key)
+                self._unwanted.pop(key, None)
+
+    def discourage(self, keys: Sequence[ObjectKey]) -> None:
+        """Let the end of a chain, given head first, go before all others, until it is used again.
+
+        What other chains share with it, a head with more than one child, is not meant.
+        """
+        for key in reversed(keys):
+            if key not in self._index.records:
+                continue
+            if self._lineage.counts.get(key, 0) > 1:
+                return
+            self._unwanted[key] = None
 
     def keep(self, keys: Sequence[ObjectKey], until: float) -> None:
         """Evict these last, until that time (monotonic seconds)."""
@@ -107,13 +122,17 @@ class Departures:
         """The objects that would leave first, at most `limit` of them. Nothing changes."""
         policy = self._policies[self._fullest_owner()]
         keys: list[ObjectKey] = []
-        while len(keys) < limit:
+        unwanted = [
+            record for key in self._unwanted if self.may_leave(record := self._index.records[key])
+        ][:limit]
+        while len(keys) < limit - len(unwanted):
             chosen = policy.evict(1)
             if chosen is None:
                 break
             keys += chosen
         policy.restore(keys)
-        return [self._index.records[key] for key in keys]
+        others = [self._index.records[key] for key in keys if key not in self._unwanted]
+        return [*unwanted, *others]
 
     def shortfall_bytes(self, owner: str, size_bytes: int) -> int:
         """By how much an object of that size would pass its owner's quota."""
@@ -131,6 +150,7 @@ class Departures:
         or nothing: None changes nothing. With it, as many as there are and at most so many. Only
         those of `owner`, if one is given.
         """
+        self._taken.clear()
         victims: list[ObjectRecord] = []
         while size_bytes > 0 and (limit is None or len(victims) < limit):
             chosen = self._choose(self._fullest_owner() if owner is None else owner)
@@ -148,7 +168,11 @@ class Departures:
     def take_back(self, victims: Sequence[ObjectRecord]) -> None:
         """Undo an `evict`: its victims are the next to go again."""
         for record in reversed(victims):
-            self._policies[record.owner].restore([record.key])
+            if record.key in self._taken:
+                self._policies[record.owner].insert(record.key)
+                self._unwanted = {record.key: None, **self._unwanted}
+            else:
+                self._policies[record.owner].restore([record.key])
             self._count(record, record.size_bytes)
         for record in victims:
             self.adopt(record.parent_hash, record.group)
@@ -166,6 +190,7 @@ class Departures:
         for policy in self._policies.values():
             policy.check()
         assert self._kept.keys() <= self._index.records.keys()
+        assert self._unwanted.keys() <= self._index.records.keys()
         self._lineage.check(records)
 
     # ---- inside ----
@@ -175,6 +200,11 @@ class Departures:
         policy = self._policies.get(owner)
         if policy is None:
             return None
+        unwanted = self._next_unwanted(owner) if self._unwanted else None
+        if unwanted is not None:
+            policy.remove(unwanted.key)
+            self._taken.add(unwanted.key)
+            return unwanted
         chosen = policy.evict(1)
         while chosen is None:
             soonest = self._soonest_kept(owner)
@@ -183,6 +213,13 @@ class Departures:
             self._end_keeping(soonest)
             chosen = policy.evict(1)
         return self._index.records[chosen[0]]
+
+    def _next_unwanted(self, owner: str) -> ObjectRecord | None:
+        for key in self._unwanted:
+            record = self._index.records[key]
+            if record.owner == owner and self.may_leave(record) and key not in self._kept:
+                return record
+        return None
 
     def _soonest_kept(self, owner: str) -> ObjectKey | None:
         kept = [key for key in self._kept if self._index.records[key].owner == owner]
@@ -212,3 +249,4 @@ class Departures:
     def _gone(self, record: ObjectRecord) -> None:
         self._count(record, -record.size_bytes)
         self._kept.pop(record.key, None)
+        self._unwanted.pop(record.key, None)

@@ -107,6 +107,8 @@ class OpalStorageManager:
             here = [key for key in keys if tier.knows(key)]
             if hints.keep_seconds:
                 tier.order.keep(here, now + hints.keep_seconds)
+            if hints.session == "ends":
+                tier.order.discourage(here)
             if hints.ttl is not None:
                 for key in here:
                     tier.expiry.limit(key, hints.ttl, now)

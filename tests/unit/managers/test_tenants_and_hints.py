@@ -157,6 +157,60 @@ def test_dropped_request_leaves_nothing() -> None:
     assert held(manager, [serve(manager, 0, 2, hints=RequestHints(drop=True))]) == [0]
 
 
+def chain(manager: OpalKVCacheManager, blocks: Sequence[int], **hints: Any) -> OpalRequest:
+    """A request over these very blocks, stored and ended."""
+    request = manager.new_request("r", hints=RequestHints(**hints) if hints else NO_HINTS)
+    request.extend(tokens_of(blocks))
+    job = plan(manager, request)
+    if job is not None:
+        manager.commit(done(job))
+    manager.end_request(request)
+    manager.check()
+    return request
+
+
+def test_session_that_ends_makes_room_first() -> None:
+    """What only it has goes before older things; what it shares with others does not."""
+    manager = make(8)
+    old = serve(manager, 0, 2)
+    other = chain(manager, [900, 901, 910])
+    ended = chain(manager, [900, 901, 920, 921], session="ends")
+
+    fresh = [serve(manager, 2 + number, 1) for number in range(3)]
+
+    assert held(manager, [old, other, ended]) == [2, 3, 2]
+    assert held(manager, fresh) == [1, 1, 1]
+
+
+def test_session_that_was_not_over_is_like_others_again() -> None:
+    """A hint may be wrong: the next use takes it back."""
+    manager = make(3)
+    older = serve(manager, 1, 1)
+    ended = chain(manager, [900, 901], session="ends")
+    chain(manager, [900, 901])
+
+    serve(manager, 2, 1)
+
+    assert held(manager, [ended, older]) == [2, 0]
+
+
+def test_refused_store_takes_nothing_of_an_ended_session() -> None:
+    """What was chosen to go stays if not enough can go."""
+    manager = make(4)
+    ended = chain(manager, [900, 901], session="ends")
+    reader = manager.new_request("reader")
+    reader.extend(tokens_of([900]))
+    manager.lookup(reader, computed_blocks=0, max_blocks=1, now=0.0)
+
+    large = manager.new_request("large")
+    large.extend(tokens_of(range(100, 106)))
+    job = plan(manager, large)
+
+    manager.check()
+    assert job is not None
+    assert held(manager, [ended]) == [1], "only what nobody relies on made room"
+
+
 # Age.
 
 
