@@ -14,6 +14,7 @@ class FailureKind(StrEnum):
 
     CHECKSUM = "checksum"  # what was read is not what was written
     IO = "io"  # the tier or the copy raised
+    UNREADABLE = "unreadable"  # the tier that was to be copied from raised
     GONE = "gone"  # somebody else took the object away
     NO_SPACE = "no_space"  # the medium is full; what is there stays readable
     TIMEOUT = "timeout"  # no answer from the medium before the deadline

@@ -36,8 +36,9 @@ class LeavingObjects:
     """What has to end before its room is free: promises, and in a tier of files the file.
 
     Mutable state: `wipe`, `doomed` (somebody still relies on their rows), `_records` (files that a
-    worker has to delete, by key), `_due` (those of them that no job names yet), `size_bytes` of the
-    files and the space; guarded by the owner of the books.
+    worker has to delete, by key), `_due` (those of them that no job names yet), `_failed` (those
+    that could not be deleted), `size_bytes` of the files and the space; guarded by the owner of the
+    books.
     """
 
     def __init__(self, space: Space) -> None:
@@ -47,6 +48,7 @@ class LeavingObjects:
         self._space = space
         self._records: dict[ObjectKey, ObjectRecord] = {}
         self._due: list[ObjectRecord] = []
+        self._failed: list[ObjectRecord] = []
 
     def __len__(self) -> int:
         return len(self.doomed) + len(self._records)
@@ -85,6 +87,7 @@ class LeavingObjects:
         self._records[record.key] = record
         self._due.append(record)
         self.size_bytes += record.size_bytes
+        self.retry()
 
     def take_due(self, limit: int) -> list[ObjectRecord]:
         """At most `limit` of the files that no job names yet."""
@@ -93,13 +96,22 @@ class LeavingObjects:
 
     def take_all(self) -> list[ObjectRecord]:
         """All that no job names yet, for a job that empties the directory."""
+        self.retry()
         taken, self._due = self._due, []
         return taken
 
+    def retry(self) -> None:
+        """Try again what could not be deleted: there is a new reason to.
+
+        Not at once and for ever, or one file that cannot be deleted would keep a tier busy.
+        """
+        self._due += self._failed
+        self._failed.clear()
+
     def end_drop(self, record: ObjectRecord, *, is_gone: bool) -> None:
-        """A file is gone, or could not be deleted and is to be tried again."""
+        """A file is gone, or could not be deleted and is to be tried again later."""
         if not is_gone:
-            self._due.append(record)
+            self._failed.append(record)
             return
         del self._records[record.key]
         self.size_bytes -= record.size_bytes
@@ -112,7 +124,8 @@ class LeavingObjects:
     def check(self) -> None:
         """Raise AssertionError if the books of it disagree."""
         assert self.size_bytes == sum(record.size_bytes for record in self._records.values())
-        due = {id(record) for record in self._due}
-        assert len(due) == len(self._due), "to be deleted twice"
+        waiting = [*self._due, *self._failed]
+        due = {id(record) for record in waiting}
+        assert len(due) == len(waiting), "to be deleted twice"
         assert due <= {id(record) for record in self._records.values()}
         assert all(record.is_held for record in self.doomed.values())

@@ -29,6 +29,8 @@ _NOT_A_FAULT = frozenset(
         FailureKind.DROPPED,
     }
 )
+# A copy could not read what it was to copy.
+_SOURCE_FAULTS = frozenset({FailureKind.CHECKSUM, FailureKind.GONE, FailureKind.UNREADABLE})
 
 
 class Settlement:
@@ -108,7 +110,7 @@ class Settlement:
             self._storage.tiers[item.target_tier],
         )
         self._placement.end_copy(item)
-        if failure in (FailureKind.CHECKSUM, FailureKind.GONE) and item.source is not None:
+        if failure in _SOURCE_FAULTS and item.source is not None:
             source.quarantine(item.source)  # what cannot be read cannot be copied
         is_moving = (
             item.is_move and item.source is not None and source.index.is_current(item.source)

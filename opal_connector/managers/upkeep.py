@@ -130,6 +130,7 @@ class Upkeep:
         """A tier is as well as its worst rank."""
         found = set(self._health[place].values())
         tier = self._storage.tiers[place]
+        before = tier.health
         if TierHealth.SUSPENDED in found:
             tier.health = TierHealth.SUSPENDED
         elif self._ended[place] < self._ranks:
@@ -138,6 +139,8 @@ class Upkeep:
             tier.health = TierHealth.NO_SPACE
         else:
             tier.health = TierHealth.OK
+        if tier.health is not before:
+            tier.leaving.retry()
 
     def _plan_drops(self) -> list[DropJob]:
         jobs: list[DropJob] = []

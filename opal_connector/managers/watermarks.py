@@ -55,6 +55,7 @@ class Watermarks:
     def want(self, size_bytes: int) -> None:
         """A store was refused for want of so much room."""
         self._wanted_bytes += size_bytes
+        self._leaving.retry()
 
     @property
     def is_due(self) -> bool:

@@ -14,6 +14,10 @@ class NoSpaceError(OSError):
     """The medium is full, or a quota is used up. What is stored stays readable."""
 
 
+class SourceError(Exception):
+    """What was to be copied cannot be read; the tier that it was to go to is not at fault."""
+
+
 class AbandonedError(Exception):
     """The caller gave the write up before it was published; nothing of it is left."""
 

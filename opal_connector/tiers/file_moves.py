@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from opal_connector.tiers.base import PagedBlocks, Rows, TierStore
 from opal_connector.tiers.checks import row_check
 from opal_connector.tiers.cpu_memory import CPUMemory, allocate_host_rows
-from opal_connector.tiers.file_errors import AbandonedError
+from opal_connector.tiers.file_errors import AbandonedError, ObjectGoneError, SourceError
 from opal_connector.tiers.file_tier import FileTier, always
 from opal_connector.transfers import ObjectCopy, ObjectTransfer
 
@@ -120,14 +120,20 @@ def copy_object(
     Raises:
         AbandonedError: `may_publish` said no.
         ChecksumMismatchError: The source is damaged.
-        OSError: A medium failed.
+        SourceError: The source cannot be read.
+        OSError: The target failed, or the source is not there.
     """
     source, target = tiers[item.source_tier], tiers[item.target_tier]
     assert isinstance(target, FileTier)
     if isinstance(source, FileTier):
         row_numbers: Sequence[int] = range(len(item.target_rows))
         rows = staging.rows(len(row_numbers), target.row_bytes)
-        checks = source.read_object(item.name, item.source_rows, rows, row_numbers)
+        try:
+            checks = source.read_object(item.name, item.source_rows, rows, row_numbers)
+        except ObjectGoneError:
+            raise
+        except OSError as error:
+            raise SourceError(f"{source.name}: {error!r}") from error
     else:
         assert isinstance(source, CPUMemory)
         rows, row_numbers = source.rows, item.source_rows

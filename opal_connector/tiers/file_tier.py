@@ -242,7 +242,7 @@ class FileTier(ABC):
         sent, received = file_io.aligned_buffer(ALIGNMENT), file_io.aligned_buffer(ALIGNMENT)
         sent.write(os.urandom(ALIGNMENT))
         try:
-            file = file_io.create(temporary, direct=self._takes_direct)
+            file = self._create(temporary, is_direct=self._takes_direct)
             try:
                 file_io.write_fully(file, [sent], 0)
                 os.fsync(file)

@@ -21,6 +21,9 @@ class InlineLane:
         del part
         return True
 
+    def note_failure(self) -> None:
+        """Nobody keeps count here."""
+
 
 class InlineMover:
     """Does the work of a `Mover` at once. Blocks as long as the medium does; no deadlines.

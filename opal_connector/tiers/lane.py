@@ -18,18 +18,20 @@ from opal_connector.tiers.parts import (
 from opal_connector.transfers import FailureKind, TierHealth
 
 Answer = Callable[[Part, PartOutcome], None]
-_ANSWERED_BY_A_MEDIUM = frozenset({FailureKind.CHECKSUM, FailureKind.GONE})
+_ANSWERED_BY_A_MEDIUM = frozenset({FailureKind.CHECKSUM, FailureKind.GONE, FailureKind.UNREADABLE})
 
 
 class Lane:
     """Threads that run the parts of one tier, urgent ones first.
 
     With a timeout, a part whose medium does not answer is given up: it is answered as failed, its
-    thread is replaced and ends when it returns. What such a thread brings is not used.
+    thread is replaced and ends when it returns. What such a thread brings is not used. A file that
+    it may still publish is not deleted before, or it would come back after its deletion; and a
+    deletion is answered only when its thread is out of it, or it would take a newer file.
 
-    Mutable state: the two queues, the running parts and those whose thread was replaced, the
-    breaker, the threads; guarded by `_wake`'s lock. Nothing is moved under it, and `answer` and
-    `returned` are called without it.
+    Mutable state: the two queues, the running parts (those that were given up included) and those
+    whose thread was replaced, the breaker, the threads; guarded by `_wake`'s lock. Nothing is moved
+    under it, and `answer` and `returned` are called without it.
     """
 
     def __init__(
@@ -94,25 +96,33 @@ class Lane:
     def give_up_overdue(self) -> None:
         """Answer for parts past their deadline. Called regularly by the mover's watchman."""
         now = self._clock()
-        given_up: list[Part] = []
         with self._wake:
-            for queue in (self._urgent, self._other):
-                for part in [part for part in queue if part.expires and part.deadline <= now]:
-                    queue.remove(part)
-                    part.state = PartState.DONE
-                    given_up.append(part)
-            for part in [part for part in self._running if self._is_overdue(part, now)]:
-                part.state = PartState.GIVEN_UP
-                self._breaker.hung(now=now)
-                given_up.append(part)
-                if len(self._threads) < self._most_threads:
-                    self._replaced.add(part)
-                    self._start_thread()
+            never_begun = [
+                (part, FailureKind.TIMEOUT)
+                for part in (*self._urgent, *self._other)
+                if part.expires and part.deadline <= now
+            ]
+            for part, _ in never_begun:
+                (self._urgent if part.is_urgent else self._other).remove(part)
+            given_up = self._give_up_running(now)
+            if self.timeout_seconds is not None and not self._breaker.takes_loads:
+                # All threads may hang: nobody else would refuse what waits for them.
+                waiting = [*self._urgent, *self._other]
+                never_begun += [(part, FailureKind.SUSPENDED) for part in waiting]
+                self._urgent.clear()
+                self._other.clear()
+            for part, _ in never_begun:
+                part.state = PartState.DONE
         for part in given_up:
-            outcome = failed_outcome(part.positions, FailureKind.TIMEOUT)
-            self._answer(part, outcome)
-            if part.state is PartState.DONE:
-                self._returned(part, outcome)
+            self._answer(part, failed_outcome(part.positions, FailureKind.TIMEOUT))
+        for part, kind in never_begun:
+            self._end_unbegun(part, kind)
+
+    def note_failure(self) -> None:
+        """Something of the tier failed in another tier's thread."""
+        with self._wake:
+            if self.timeout_seconds is not None:
+                self._breaker.failed(now=self._clock())
 
     def _is_overdue(self, part: Part, now: float) -> bool:
         """Delivery to the device ends by itself; giving a file its name gets as long again."""
@@ -162,11 +172,12 @@ class Lane:
         is_needed = True
         while is_needed:
             with self._wake:
-                while not (self._urgent or self._other or self._is_closing):
+                part = self._take_part()
+                while part is None and not self._is_closing:
                     self._wake.wait()
-                if self._is_closing:
+                    part = self._take_part()
+                if part is None or self._is_closing:
                     return
-                part = (self._urgent or self._other).popleft()
                 refusal = self._refusal(part)
                 if refusal is None:
                     part.state = PartState.RUNNING
@@ -174,13 +185,49 @@ class Lane:
                     if self.timeout_seconds is not None:
                         part.deadline = part.began + self.timeout_seconds
                     self._running.add(part)
+                else:
+                    part.state = PartState.DONE
             if refusal is not None:
-                outcome = failed_outcome(part.positions, refusal)
-                part.state = PartState.DONE
-                self._answer(part, outcome)
-                self._returned(part, outcome)
+                self._end_unbegun(part, refusal)
             else:
                 is_needed = self._end(part, _run_part(part))
+
+    def _take_part(self) -> Part | None:
+        """The next part whose turn it is; None if there is none that can be begun now."""
+        if self._urgent:
+            return self._urgent.popleft()
+        for position, part in enumerate(self._other):
+            if not self._must_wait(part):
+                del self._other[position]
+                return part
+        return None
+
+    def _must_wait(self, part: Part) -> bool:
+        """Whether a deletion would come before the file that it is to delete."""
+        if part.is_wipe:
+            return any(running.writes for running in self._running)
+        if part.deletes:
+            return any(not part.deletes.isdisjoint(running.writes) for running in self._running)
+        return False
+
+    def _give_up_running(self, now: float) -> list[Part]:
+        """Replace the threads of overdue parts; returns those that are to be answered."""
+        given_up: list[Part] = []
+        for part in [part for part in self._running if self._is_overdue(part, now)]:
+            part.deadline = float("inf")
+            self._breaker.hung(now=now)
+            if not part.is_deletion:
+                part.state = PartState.GIVEN_UP
+                given_up.append(part)
+            if len(self._threads) < self._most_threads:
+                self._replaced.add(part)
+                self._start_thread()
+        return given_up
+
+    def _end_unbegun(self, part: Part, kind: FailureKind) -> None:
+        outcome = failed_outcome(part.positions, kind)
+        self._answer(part, outcome)
+        self._returned(part, outcome)
 
     def _refusal(self, part: Part) -> FailureKind | None:
         """Why a part is not begun. A tier without a timeout is never refused."""
@@ -196,6 +243,8 @@ class Lane:
         """Answer for a part that has returned; False if its thread was replaced meanwhile."""
         with self._wake:
             self._running.discard(part)
+            if part.writes:
+                self._wake.notify_all()  # its deletion may wait for that
             was_given_up = part.state is PartState.GIVEN_UP
             part.state = PartState.DONE
             if self.timeout_seconds is not None and not was_given_up:
@@ -216,7 +265,7 @@ class Lane:
             self._breaker.ran_out_of_space(now=now)
         elif kinds - _ANSWERED_BY_A_MEDIUM:
             self._breaker.failed(now=now)
-        else:
+        elif not part.is_deletion:  # which succeeds where there is no file, whatever else fails
             seconds = now - part.began
             self._breaker.succeeded(seconds=seconds, is_store=part.needs_space, now=now)
 

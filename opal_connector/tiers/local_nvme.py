@@ -67,12 +67,16 @@ class LocalNVMe(FileTier):
         """Write the journal and let another process have the directory. Blocks."""
         if self._journal is not None:
             self._journal.close()
+        self._give_up_lock()
+
+    def _give_up_lock(self) -> None:
         if self._lock_file >= 0:
             file, self._lock_file = self._lock_file, -1
             os.close(file)
 
     @override
     def _take_directory(self, namespace: bytes) -> str:
+        self._give_up_lock()  # of a first try that failed later on
         for slot in range(_MAX_SLOTS):
             directory = f"{self._namespace_directory(namespace)}/{slot_name(self.rank, slot)}"
             self._make_directory(directory)

@@ -15,7 +15,14 @@ from opal_connector.tiers.execute import (
 from opal_connector.tiers.file_moves import Staging, Tier
 from opal_connector.tiers.file_tier import FileTier
 from opal_connector.tiers.parts import Part, PartOutcome
-from opal_connector.transfers import CopyJob, DropJob, LoadJob, ObjectTransfer, StoreJob
+from opal_connector.transfers import (
+    CopyJob,
+    DropJob,
+    FailureKind,
+    LoadJob,
+    ObjectTransfer,
+    StoreJob,
+)
 
 _DROPS_A_PART = 64
 
@@ -29,6 +36,9 @@ class Deliveries(Protocol):
 
     def begin_delivery(self, part: Part) -> bool:
         """Whether a running part may touch what others see."""
+
+    def note_failure(self) -> None:
+        """Something of the tier failed in another tier's thread."""
 
 
 class PartMaker:
@@ -137,25 +147,36 @@ class PartMaker:
 
         if isinstance(job, LoadJob):
             return Part(job.job_id, (position,), load, is_urgent=True, expires=True)
-        return Part(job.job_id, (position,), store, needs_space=True, expires=True)
+        part = Part(job.job_id, (position,), store, needs_space=True, expires=True)
+        part.writes = frozenset() if item.name is None else frozenset({item.name})
+        return part
 
     def _copy_part(self, job: CopyJob, position: int) -> Part:
         item = job.objects[position]
         lane = self._lanes[item.target_tier]
 
         def run(part: Part) -> PartOutcome:
-            return copy_file(
+            outcome = copy_file(
                 item,
                 position,
                 tiers=self._tiers,
                 staging=self._staging,
                 may_publish=lambda: lane.begin_delivery(part),
             )
+            if FailureKind.UNREADABLE in outcome.failed.values():
+                self._lanes[item.source_tier].note_failure()
+            return outcome
 
-        return Part(job.job_id, (position,), run, needs_space=True)
+        part = Part(job.job_id, (position,), run, needs_space=True)
+        part.writes = frozenset({item.name})
+        return part
 
     def _drop_part(self, job: DropJob, positions: Sequence[int]) -> Part:
-        return Part(job.job_id, positions, lambda _: drop_files(job, positions, self._tiers))
+        part = Part(job.job_id, positions, lambda _: drop_files(job, positions, self._tiers))
+        part.is_wipe = job.is_wipe
+        if not job.is_wipe:
+            part.deletes = frozenset(job.names[position] for position in positions)
+        return part
 
 
 def _runs_of_one_tier(objects: Sequence[ObjectTransfer]) -> list[tuple[int, int]]:

@@ -7,8 +7,13 @@ from enum import Enum, auto
 
 from opal_connector.reports import RateLimitedWarnings
 from opal_connector.tiers.base import ChecksumMismatchError
-from opal_connector.tiers.file_errors import AbandonedError, NoSpaceError, ObjectGoneError
-from opal_connector.transfers import FailureKind
+from opal_connector.tiers.file_errors import (
+    AbandonedError,
+    NoSpaceError,
+    ObjectGoneError,
+    SourceError,
+)
+from opal_connector.transfers import FailureKind, ObjectName
 
 logger = logging.getLogger(__name__)
 warnings = RateLimitedWarnings(logger)
@@ -54,9 +59,11 @@ class Part:
         is_urgent: Whether somebody waits for it: a load.
         needs_space: Whether it makes the tier fuller: a store or a copy.
         expires: Whether it is given up in the queue, too: something else is held for it.
+        writes: The objects whose files it may publish.
+        deletes: The objects whose files it removes.
+        is_wipe: Whether it removes every file.
         run: Does the work in the calling thread; raises nothing.
         deadline: Monotonic seconds at which it is given up.
-
         kept_job_id: The job of the copies that its load leaves in memory; 0 for none.
         has_kept: Whether that copy is complete.
 
@@ -67,15 +74,18 @@ class Part:
     __slots__ = (
         "began",
         "deadline",
+        "deletes",
         "expires",
         "has_kept",
         "is_urgent",
+        "is_wipe",
         "job_id",
         "kept_job_id",
         "needs_space",
         "positions",
         "run",
         "state",
+        "writes",
     )
 
     def __init__(
@@ -94,11 +104,19 @@ class Part:
         self.is_urgent = is_urgent
         self.needs_space = needs_space
         self.expires = expires
+        self.writes: frozenset[ObjectName] = frozenset()
+        self.deletes: frozenset[ObjectName] = frozenset()
+        self.is_wipe = False
         self.state = PartState.QUEUED
         self.deadline = float("inf")
         self.began = 0.0
         self.kept_job_id = 0
         self.has_kept = False
+
+    @property
+    def is_deletion(self) -> bool:
+        """Whether it removes files. Nobody waits for that, and it must not end unseen."""
+        return self.is_wipe or bool(self.deletes)
 
 
 def attempt(
@@ -124,6 +142,9 @@ def report(error: Exception, tier: int, verb: str) -> FailureKind:
         return FailureKind.CHECKSUM
     if isinstance(error, ObjectGoneError):
         return FailureKind.GONE
+    if isinstance(error, SourceError):
+        warnings.warn("source", "cannot %s tier %d: %s", verb, tier, error)
+        return FailureKind.UNREADABLE
     if isinstance(error, NoSpaceError):
         warnings.warn("space", "tier %d is full, stores are shed until there is space", tier)
         return FailureKind.NO_SPACE

@@ -358,9 +358,10 @@ class TierMachine(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         self.open_tiers(len(self.pages))
-        for rank in range(len(self.world.ranks)):
-            self.health[rank] = [TierHealth.OK] * 3
-            self.manager.report_health(rank, self.health[rank])
+        for health in (TierHealth.SUSPENDED, TierHealth.OK):  # what failed is tried again then
+            for rank in range(len(self.world.ranks)):
+                self.health[rank] = [TierHealth.OK, health, health]
+                self.manager.report_health(rank, self.health[rank])
         for request in self.live:
             self.manager.end_request(request)
         self.come_to_rest()
