@@ -51,8 +51,10 @@ class Placement:
         self._flight_objects = [0] * len(self._rules)
         self._moving_bytes = [0] * len(self._rules)
         self.admissions = [
-            Admission(tier, is_adaptive=rule.admission == "adaptive")
-            for tier, rule in zip(storage.tiers, self._rules, strict=True)
+            Admission(
+                tier, is_adaptive=rule.admission == "adaptive", faster=storage.tiers[:place]
+            )
+            for place, (tier, rule) in enumerate(zip(storage.tiers, self._rules, strict=True))
         ]
 
     def offer(self, key: ObjectKey, place: int) -> None:

@@ -55,7 +55,6 @@ class OpalStorageBackend:
         self.generation = 0
         self.eviction_count = 0
         self.neighbours: tuple[OpalStorageBackend, ...] = ()
-        self.on_eviction: Callable[[ObjectKey], None] | None = None
         self.leaving = LeavingObjects(space)
         limits = limits or TierLimits()
         self.levels = Watermarks(space, self.leaving, limits)
@@ -377,8 +376,6 @@ class OpalStorageBackend:
     def _evict(self, victims: list[ObjectRecord]) -> int:
         for record in victims:
             self._remove(record, is_evicted=True)
-            if self.on_eviction is not None:
-                self.on_eviction(record.key)
         self.eviction_count += len(victims)
         return len(victims)
 

@@ -5,7 +5,7 @@ import msgspec
 from opal_connector.managers.leaving import LeavingObjects
 from opal_connector.managers.tier_pool import Space
 
-_ALMOST = 0.98  # of the threshold: from here on a newcomer costs something its place
+_ALMOST = 0.98  # of where eviction stops: from here on a newcomer costs something its place
 
 
 class TierLimits(msgspec.Struct, frozen=True):
@@ -50,7 +50,9 @@ class Watermarks:
         """Whether what comes in now costs what is there its place."""
         if self._space.is_shared:
             return self._space.is_crowded
-        return self._space.used_bytes >= _ALMOST * self._threshold * self._space.capacity_bytes
+        # Eviction in the background leaves room for a while: the tier is no less full for that.
+        level = min(self._target, self._threshold) if self.evicts_ahead else self._threshold
+        return self._space.used_bytes >= _ALMOST * level * self._space.capacity_bytes
 
     def want(self, size_bytes: int) -> None:
         """A store was refused for want of so much room."""
