@@ -123,8 +123,11 @@ class Tier:
                 self._abandon(parent)
                 break
             self._ask("insert", key)
+            self._ask("pin", key)  # until it is written
             self._parents[key] = parent
             parent = key
+        if parent in self._parents and parent not in self._children:
+            self._ask("unpin", parent)  # all are written; the others have children
         return found
 
     def _ask(self, call: str, argument: Any) -> Any:
@@ -282,7 +285,7 @@ def main() -> None:
     hits: dict[str, dict[str, float]] = {}
     costs: dict[str, float] = {}
     bars: dict[str, dict[str, Any]] = {}
-    ghosts = 0.0
+    beside = 0.0
     for trace_name, (trace, capacities) in traces.items():
         for capacity in capacities:
             column = f"{trace_name}_{capacity}"
@@ -292,9 +295,9 @@ def main() -> None:
                 policy = make_policy(name)
                 rates[name] = hit_rate(trace, Tier(policy, capacity).request)
                 if name == "AUTO":
-                    trial = vars(policy)["_trial"]
-                    size = deep_bytes(trial, set()) / capacity if trial is not None else 0.0
-                    ghosts = max(ghosts, size)
+                    state = vars(policy)
+                    parts = [state["_trial"], state["_kinship"]]
+                    beside = max(beside, deep_bytes(parts, set()) / capacity)
             belady = hit_rate(trace, Belady(trace, capacity).request)
             best = max(candidates, key=rates.__getitem__)
             hits[column] = {
@@ -316,7 +319,7 @@ def main() -> None:
         "auto_candidates": candidates,
         "hit": hits,
         "us_per_touch": {name: round(cost, 3) for name, cost in costs.items()},
-        "auto_ghost_bytes_per_key_at_most": round(ghosts, 1),
+        "auto_extra_bytes_per_key_at_most": round(beside, 1),
         "cores_used_by_others": round(load.cores(), 2),
     }
     statistic = (

@@ -7,11 +7,12 @@ from typing_extensions import override
 
 from opal_connector.eviction.base import Key
 from opal_connector.eviction.ghosts import Ghosts
+from opal_connector.eviction.handover import Candidate, Handover
 from opal_connector.eviction.line import Line
 from opal_connector.eviction.queued import QueuedPolicy
 
 
-class ARCPolicy(QueuedPolicy):
+class ARCPolicy(QueuedPolicy, Candidate):
     """Two lines by recency, of keys used once and more than once, whose ghosts divide the room.
 
     As in "ARC: a self-tuning, low overhead replacement cache", Megiddo and Modha, FAST 2003: a key
@@ -34,6 +35,19 @@ class ARCPolicy(QueuedPolicy):
         self._once_ghosts = Ghosts()
         self._often_ghosts = Ghosts()
         self._share = 0.0
+
+    @override
+    def hand_over(self) -> Handover:
+        share = self._share / self._capacity if self._capacity else 0.0
+        return Handover(
+            self._once, self._often, self._pinned, self._once_ghosts, self._capacity, share
+        )
+
+    @override
+    def take_over(self, order: Handover) -> None:
+        self._once, self._often = self._begin_with(order)
+        self._once_ghosts = order.ghosts
+        self._share = order.share * order.capacity
 
     @override
     def check(self) -> None:

@@ -186,6 +186,12 @@ class Line:
             self.parked[key] = self._front_rank
             self._push(self._front_rank, key)
 
+    def adopt(self, other: "Line") -> None:
+        """Hold what another line holds, which is not used any more, in the same order."""
+        self.order, self.parked, self.free = other.order, other.parked, other.free
+        self._pinned = other._pinned
+        self._next_rank, self._front_rank = other._next_rank, other._front_rank
+
     def __len__(self) -> int:
         return len(self.order) + len(self.parked)
 

@@ -5,6 +5,7 @@ from typing import Any
 from typing_extensions import override
 
 from opal_connector.eviction.base import Key
+from opal_connector.eviction.handover import Handover
 from opal_connector.eviction.line import Line
 from opal_connector.eviction.undoable import UndoablePolicy
 
@@ -50,6 +51,14 @@ class QueuedPolicy(UndoablePolicy):
         line: Line = record
         self._home[key] = line
         line.restore([key])
+
+    def _begin_with(self, order: Handover) -> tuple[Line, Line]:
+        """The lines of another policy's order, to begin with."""
+        self._pinned = order.pinned
+        self._capacity = order.capacity
+        self._home.update(dict.fromkeys(order.once, order.once))
+        self._home.update(dict.fromkeys(order.often, order.often))
+        return order.once, order.often
 
     def _place(self, key: Key, line: Line) -> None:
         """Put a key that stands nowhere at the new end of a line."""

@@ -7,6 +7,7 @@ from typing_extensions import override
 
 from opal_connector.eviction.base import Key
 from opal_connector.eviction.ghosts import Ghosts
+from opal_connector.eviction.handover import Candidate, Handover
 from opal_connector.eviction.line import Line
 from opal_connector.eviction.queued import QueuedPolicy
 
@@ -14,7 +15,7 @@ SMALL_PART = 0.1
 MOST_USES = 3  # two bits
 
 
-class S3FIFOPolicy(QueuedPolicy):
+class S3FIFOPolicy(QueuedPolicy, Candidate):
     """Three queues: a small one for what is new, a main one, and ghosts of what left the small one.
 
     As in "FIFO queues are all you need for cache eviction", Yang, Zhang, Qiu, Yue and Rashmi, SOSP
@@ -35,6 +36,18 @@ class S3FIFOPolicy(QueuedPolicy):
         self._main = Line(self._pinned)
         self._ghosts = Ghosts()
         self._uses: dict[Key, int] = {}
+
+    @override
+    def hand_over(self) -> Handover:
+        return Handover(
+            self._small, self._main, self._pinned, self._ghosts, self._capacity, SMALL_PART
+        )
+
+    @override
+    def take_over(self, order: Handover) -> None:
+        self._small, self._main = self._begin_with(order)
+        self._ghosts = order.ghosts
+        self._uses = dict.fromkeys(self._home, 0)
 
     @override
     def check(self) -> None:

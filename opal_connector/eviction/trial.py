@@ -1,176 +1,142 @@
-"""Ghost caches in which candidates are compared on a sample of the accesses."""
+"""Candidates compared on a sample of the accesses."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from opal_connector.eviction.base import EvictionPolicy, Key
-from opal_connector.eviction.sketch import key_hash
+from opal_connector.eviction.base import Key
+from opal_connector.eviction.handover import Candidate
+from opal_connector.eviction.shadow import Shadow
 
-MOST_SHIFT = 4  # one key in sixteen
-FEWEST_KEYS = 100  # a smaller tier samples more of its keys
-LEAD = 2.0  # standard deviations that the first change takes
-LEAD_STEP = 0.5  # that each further change takes more
-MOST_LEAD = 4.0
+LEAD = 1.25  # standard deviations that a change takes; one request alone gives one
 MARGIN = 0.005  # of the hits
-MEMORY = 16  # accesses per key of a ghost cache after which a comparison counts half
+LEAST = 0.25  # accesses per key of a shadow before a first comparison
+MEMORY = 16  # accesses per key of a shadow after which a comparison counts half
 
 
 class Trial:
-    """One ghost cache per candidate, over about one key in sixteen.
+    """One shadow per candidate, over the same sample of the keys.
 
     A sample of the keys behaves like all of them in a tier that is smaller by the same factor
     ("Efficient MRC construction with SHARDS", Waldspurger, Park, Garthwaite and Ahmad, FAST 2015).
-    Keys are sampled by their own value, so every ghost cache sees every access to them: a key of
-    bytes is a digest, its first byte as good as a hash.
 
-    A hit counts only where the prefix before it is hit too. What belongs to one request shows in
-    the calls: a chain is touched from its tail to its head, then its missing part is inserted from
-    head to tail; a touch after an insertion begins the next request.
+    What belongs to one request is counted together, because it hits and misses together: a chain is
+    touched from its tail to its head, then its missing part is inserted from head to tail; a touch
+    after an insertion begins the next request.
 
-    A candidate leads when its advantage over the current one, summed over requests, is more than
-    chance would give (`LEAD` standard deviations) and more than `MARGIN` of the hits; that is the
-    hysteresis. After a change the sums start from zero, and the next change takes more.
+    The candidate with the most hits leads when its advantage over the one that leads now, summed
+    over requests, is more than chance would give (`LEAD` standard deviations) and more than
+    `MARGIN` of the hits. A change forgets nothing: what spoke for it must be outweighed before the
+    next. So changes are easy while little is known and rare later.
 
-    Mutable state: `_caches`, `_limit` (keys in each), per candidate `_hits` (of this request),
-    `_is_broken` (this request has missed already), `_gain` and `_variance` (against the current);
-    `_current`, its `_current_hits`, `_accesses` since the sums were begun or
-    halved, `_is_settled` (they were halved), and `_lead`.
+    Mutable state: `leader`, `shadows`, `_limit` (of each), per candidate `_hits` (of this request)
+    and `_totals` (of all), per two candidates `_variances` (of the difference); `_missing` (touched
+    in this chain and not in a shadow), `_current` (the leader's place), `_accesses` since the
+    beginning or the last halving, `_is_settled` (there was one), and `_is_inserting`.
     """
 
-    def __init__(
-        self,
-        candidates: Sequence[type[EvictionPolicy]],
-        current: type[EvictionPolicy],
-        capacity: int,
-    ) -> None:
-        shift = 0
-        while shift < MOST_SHIFT and capacity >> (shift + 1) >= FEWEST_KEYS:
-            shift += 1
-        self._mask = (1 << shift) - 1
-        self._shift = shift
-        self._first_capacity = capacity
-        self._limit = max(1, capacity >> shift)
+    def __init__(self, candidates: Sequence[type[Candidate]], current: type[Candidate]) -> None:
         self._candidates = tuple(candidates)
-        self._caches = [candidate() for candidate in candidates]
-        self._hits = [0] * len(self._caches)
-        self._is_broken = [False] * len(self._caches)
-        self._is_inserting = False
-        self.accesses = 0
-        self.tot = [0] * len(self._caches)
-        self._lead = LEAD
+        self.shadows = [Shadow(candidate) for candidate in candidates]
+        self._hits = [0] * len(self.shadows)
+        self._totals = [0.0] * len(self.shadows)
+        self._variances = [self._totals.copy() for _ in self.shadows]
+        self._missing: list[tuple[Shadow, Key, Key | None]] = []
+        self._limit = 1
+        self.leader = current
         self._current = self._candidates.index(current)
-        self._forget()
-
-    def fits(self, capacity: int) -> bool:
-        """Take note of the capacity; false when the sample is not the right one any more."""
-        self._limit = max(1, capacity >> self._shift)
-        return self._first_capacity <= 4 * capacity <= 16 * self._first_capacity
-
-    def follow(self, current: type[EvictionPolicy]) -> None:
-        """Compare with this candidate from now on, and be harder to persuade."""
-        self._current = self._candidates.index(current)
-        self._lead = min(MOST_LEAD, self._lead + LEAD_STEP)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._gain = [0.0] * len(self._caches)
-        self._variance = [0.0] * len(self._caches)
-        self._current_hits = 0.0
         self._accesses = 0
         self._is_settled = False
+        self._is_inserting = False
 
-    def fill(self, history: Mapping[Key, int]) -> None:
-        """Begin with these keys, the oldest access first, and the number of their uses."""
-        for key, uses in history.items():
-            if not sample_hash(key) & self._mask:
-                for cache in self._caches:
-                    cache.insert(key)
-                    for _ in range(uses):
-                        cache.touch(key)
+    def resize(self, limit: int) -> None:
+        """Let the shadows hold as many keys as the sample of the tier does."""
+        if limit != self._limit:
+            self._limit = limit = max(1, limit)
+            for shadow in self.shadows:
+                shadow.limit = limit
 
-    def touched(self, key: Key) -> None:
+    def fill(self, keys: Iterable[tuple[Key, Key | None, bool]]) -> None:
+        """Begin with these keys, the oldest access first, their parents, and who is used often."""
+        for key, parent, is_often in keys:
+            for shadow in self.shadows:
+                shadow.access(key, parent)
+                if is_often:
+                    shadow.access(key, parent)
+                    shadow.access(key, parent)
+
+    def touched(self, key: Key, parent: Key | None) -> None:
         """A held key is accessed."""
         if self._is_inserting:
+            self._is_inserting = False
             self._end_request()
-        if sample_hash(key) & self._mask:
-            return
         self._accesses += 1
-        for place, cache in enumerate(self._caches):
-            if key in cache:
-                cache.touch(key)
+        for place, shadow in enumerate(self.shadows):
+            if key in shadow:
+                shadow.access(key, parent)
                 self._hits[place] += 1
             else:
-                self._enter(cache, key)
-                self._hits[place] = 0  # of what lies behind it in the chain
-                self._is_broken[place] = True
+                self._missing.append((shadow, key, parent))
+        if parent is None and self._missing:
+            self._bring()
 
-    def inserted(self, key: Key) -> None:
+    def inserted(self, key: Key, parent: Key | None) -> None:
         """A key comes in."""
         self._is_inserting = True
-        if sample_hash(key) & self._mask:
-            return
+        if self._missing:
+            self._bring()
         self._accesses += 1
-        for place, cache in enumerate(self._caches):
-            if key not in cache:
-                self._enter(cache, key)
-                self._is_broken[place] = True
-            else:
-                cache.touch(key)
-                if not self._is_broken[place]:
-                    self._hits[place] += 1
+        for place, shadow in enumerate(self.shadows):
+            if shadow.access(key, parent):
+                self._hits[place] += 1
 
     def removed(self, key: Key) -> None:
         """Somebody took a key away."""
-        if not sample_hash(key) & self._mask:
-            for cache in self._caches:
-                if key in cache:
-                    cache.remove(key)
+        for shadow in self.shadows:
+            shadow.remove(key)
 
-    def leader(self) -> type[EvictionPolicy]:
-        """The candidate to follow."""
-        best, most = self._current, self._current_hits * MARGIN
-        if self._accesses < self._limit and not self._is_settled:
-            return self._candidates[best]
-        for place, gain in enumerate(self._gain):
-            if gain > most and gain >= self._lead * math.sqrt(self._variance[place]):
-                best, most = place, gain
-        return self._candidates[best]
+    @property
+    def leading_shadow(self) -> Shadow:
+        """The shadow of the leader."""
+        return self.shadows[self._current]
 
     def check(self) -> None:
-        """Audit the ghost caches.
+        """Audit the shadows.
 
         Raises:
             AssertionError: One of them is not as it should be.
         """
-        for cache in self._caches:
-            cache.check()
+        for shadow in self.shadows:
+            shadow.check()
 
-    def _enter(self, cache: EvictionPolicy, key: Key) -> None:
-        while len(cache) >= self._limit:
-            cache.evict(1)
-        cache.insert(key)
+    def _bring(self) -> None:
+        """Bring in what was touched and missing, from head to tail as a request would store it."""
+        for shadow, key, parent in reversed(self._missing):
+            shadow.access(key, parent)
+        self._missing.clear()
 
     def _end_request(self) -> None:
-        self._is_inserting = False
-        current_hits = self._hits[self._current]
-        self._current_hits += current_hits
-        for place, hits in enumerate(self._hits):
-            self.tot[place] += hits
-            lead = hits - current_hits
-            if lead:
-                self._gain[place] += lead
-                self._variance[place] += lead * lead
-            self._hits[place] = 0
-            self._is_broken[place] = False
-        self.accesses += self._accesses and 1
+        hits = self._hits
+        self._hits = [0] * len(hits)
+        for place, count in enumerate(hits):
+            self._totals[place] += count
+        if hits.count(hits[0]) == len(hits):
+            return
+        for count, variances in zip(hits, self._variances, strict=True):
+            for place, other_count in enumerate(hits):
+                variances[place] += (count - other_count) ** 2
         if self._accesses >= MEMORY * self._limit:
             self._accesses = 0
             self._is_settled = True
-            self._current_hits /= 2
-            self._gain = [gain / 2 for gain in self._gain]
-            self._variance = [variance / 2 for variance in self._variance]
+            self._totals = [total / 2 for total in self._totals]
+            self._variances = [[value / 2 for value in row] for row in self._variances]
+        if self._is_settled or self._accesses >= LEAST * self._limit:
+            self._compare()
 
-
-def sample_hash(key: Key) -> int:
-    """Bits of a key's own value that say whether it is in the sample."""
-    return key[0] if type(key) is bytes else key_hash(key)
+    def _compare(self) -> None:
+        current_total = self._totals[self._current]
+        best = max(range(len(self._totals)), key=self._totals.__getitem__)
+        gain = self._totals[best] - current_total
+        doubt = LEAD * math.sqrt(self._variances[best][self._current])
+        if gain > max(doubt, MARGIN * current_total):
+            self._current = best
+            self.leader = self._candidates[best]

@@ -11,8 +11,7 @@ from naive_lru import NaiveLRU
 from policy_suite import PolicySuite, misses, skewed_trace
 
 from opal_connector.eviction import POLICIES, EvictionPolicy, LRUPolicy, make_policy
-from opal_connector.eviction.arc import ARCPolicy
-from opal_connector.eviction.auto import CANDIDATES, AutoPolicy, rebuilt
+from opal_connector.eviction.auto import CANDIDATES, AutoPolicy
 from opal_connector.eviction.sketch import FrequencySketch
 
 # Misses over `skewed_trace(20_000, seed=7)`. A number that changes is a changed policy.
@@ -38,8 +37,8 @@ GOLDEN_MISSES = {
     ("W-TinyLFU", 50): 15_841,
     ("W-TinyLFU", 200): 13_509,
     ("W-TinyLFU", 800): 9_651,
-    ("AUTO", 50): 15_855,
-    ("AUTO", 200): 13_455,
+    ("AUTO", 50): 15_685,
+    ("AUTO", 200): 13_369,
     ("AUTO", 800): 9_235,
 }
 
@@ -266,31 +265,6 @@ class TestAUTO(PolicySuite):
         misses(auto, 300, range(20_000))
 
         assert auto.follows is CANDIDATES[0]
-
-    def test_a_rebuilt_policy_keeps_order_and_ghosts(self) -> None:
-        """A change of candidate forgets neither what was used nor what has left."""
-        held = {1: 0, 2: 0, 3: 2}
-        as_lru = rebuilt(LRUPolicy, {}, held)
-        as_arc = rebuilt(ARCPolicy, {6: 0, 7: 0, 8: 0, 9: 0}, held)
-        as_arc.evict(1)
-        as_arc.insert(9)
-
-        assert as_lru.evict(3) == [1, 2, 3]
-        assert as_arc.evict(3) == [3, 9, 2]  # 9 was known, and gave its line more room
-
-    def test_ghosts_are_a_sixteenth_of_a_large_tier(self) -> None:
-        """The ghost caches hold about as many keys as the sample of what the tier holds."""
-        auto = AutoPolicy()
-        for key in range(8000):
-            auto.insert(key)
-        auto.evict(1)
-        for key in range(8000, 12_000):
-            auto.insert(key)
-            auto.evict(1)
-        assert auto._trial is not None
-        caches = auto._trial._caches
-
-        assert all(400 < len(cache) <= 500 for cache in caches)
 
 
 @pytest.mark.parametrize("capacity", [10, 100, 500])
