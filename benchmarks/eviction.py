@@ -8,7 +8,6 @@ over the whole trace, the cold start included.
 
 import gzip
 import hashlib
-import heapq
 import json
 import random
 import statistics
@@ -22,6 +21,7 @@ from common import Figures, OtherLoad, at_least, at_most, emit, machine_facts, n
 
 from opal_connector.eviction import POLICIES, EvictionPolicy, make_policy
 from opal_connector.eviction.auto import CANDIDATES
+from opal_connector.simulation import Belady
 
 BLOCK_TOKENS = 512
 TRACES = Path(__file__).parents[2] / "shared/traces"
@@ -162,82 +162,6 @@ def hit_rate(trace: Trace, serve: Callable[[list[bytes]], int]) -> float:
     return hit_blocks * BLOCK_TOKENS / sum(tokens for tokens, _ in trace)
 
 
-class Belady:
-    """The bound: knows the future, evicts the leaf that is needed last, stores nothing in vain.
-
-    Mutable state: the stored blocks with parent, child count and next use, a heap of leaves by
-    next use whose entries may be out of date, and the number of the request.
-    """
-
-    def __init__(self, trace: Trace, capacity: int) -> None:
-        self._uses: dict[bytes, list[int]] = {}
-        for number in range(len(trace) - 1, -1, -1):
-            for key in trace[number][1]:
-                self._uses.setdefault(key, []).append(number)
-        self._never = len(trace)
-        self._capacity = capacity
-        self._parents: dict[bytes, bytes | None] = {}
-        self._children: dict[bytes, int] = {}
-        self._leaves: list[tuple[int, bytes]] = []
-        self._number = 0
-
-    def request(self, keys: list[bytes]) -> int:
-        """Serve the next request."""
-        found = 0
-        while found < len(keys) and keys[found] in self._parents:
-            found += 1
-        for key in keys:
-            self._uses[key].pop()
-        self._number += 1
-        if found:
-            self._offer(keys[found - 1])
-        parent = keys[found - 1] if found else None
-        for key in keys[found:]:
-            if self._next_use(key) == self._never:
-                break
-            if len(self._parents) >= self._capacity and not self._evict(key, parent):
-                break
-            self._parents[key] = parent
-            if parent is not None:
-                self._children[parent] = self._children.get(parent, 0) + 1
-            self._offer(key)
-            parent = key
-        return found
-
-    def _next_use(self, key: bytes) -> int:
-        uses = self._uses[key]
-        return uses[-1] if uses else self._never
-
-    def _offer(self, key: bytes) -> None:
-        heapq.heappush(self._leaves, (-self._next_use(key), key))
-
-    def _evict(self, newcomer: bytes, parent: bytes | None) -> bool:
-        spared = None
-        while self._leaves:
-            entry = heapq.heappop(self._leaves)
-            use, key = -entry[0], entry[1]
-            if key not in self._parents or key in self._children or use != self._next_use(key):
-                continue
-            if key == parent:
-                spared = entry
-                continue
-            if use <= self._next_use(newcomer):
-                heapq.heappush(self._leaves, entry)
-                break
-            above = self._parents.pop(key)
-            if above is not None:
-                self._children[above] -= 1
-                if not self._children[above]:
-                    del self._children[above]
-                    self._offer(above)
-            if spared is not None:
-                heapq.heappush(self._leaves, spared)
-            return True
-        if spared is not None:
-            heapq.heappush(self._leaves, spared)
-        return False
-
-
 def seconds_per_touch(name: str, trace: Trace, capacity: int) -> float:
     """Process time of all calls of a replay, divided by its accesses (touches and insertions)."""
     calls: list[Call] = []
@@ -298,7 +222,7 @@ def main() -> None:
                     state = vars(policy)
                     parts = [state["_trial"], state["_kinship"]]
                     beside = max(beside, deep_bytes(parts, set()) / capacity)
-            belady = hit_rate(trace, Belady(trace, capacity).request)
+            belady = hit_rate(trace, Belady([keys for _, keys in trace], capacity).request)
             best = max(candidates, key=rates.__getitem__)
             hits[column] = {
                 **{name: round(rate, 4) for name, rate in rates.items()},
