@@ -58,8 +58,9 @@ class FileTier(ABC):
     first: until it has given its first page, no other call is made.
 
     Mutable state: the namespace, the directory and whether it takes direct I/O, set once by `open`
-    before anything else runs; `_foreign_bytes`, set once at its end; a buffer per thread. Nothing
-    needs a lock: files are written under names that nobody else has, and never changed after.
+    before anything else runs; `_foreign_bytes`, set once at its end; `_trash`, of the one call of
+    `wipe` at a time; a buffer per thread. Nothing needs a lock: files are written under names that
+    nobody else has, and never changed after.
     """
 
     name: ClassVar[str]
@@ -73,6 +74,7 @@ class FileTier(ABC):
         self._directory = ""
         self._takes_direct = False
         self._foreign_bytes = 0
+        self._trash: list[str] = []
         self._of_thread = threading.local()
 
     @property
@@ -217,12 +219,16 @@ class FileTier(ABC):
         """
         trash = f"{self._directory}/{new_temporary_name()}"
         os.mkdir(trash, file_io.DIRECTORY_MODE)
+        self._trash.append(trash)
         keys = list_directory(self._directory).keys
         for folder in {os.path.basename(os.path.dirname(object_path("", key))) for key in keys}:
             os.rename(f"{self._directory}/{folder}", f"{trash}/{folder}")
         for key in keys:
             self._removed(key)
-        shutil.rmtree(trash)
+        for trash in list(self._trash):  # also what an earlier call could not remove
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(trash)
+            self._trash.remove(trash)
 
     @abstractmethod
     def touch(self, keys: Sequence[bytes]) -> None:

@@ -133,7 +133,7 @@ class Mover:
         """Jobs that have not been answered."""
         return len(self._parts_left)
 
-    def close(self, timeout_seconds: float = 5.0) -> bool:
+    def close(self, timeout_seconds: float = 4.0) -> bool:
         """Stop after the parts that are running; queued ones are dropped.
 
         Returns:

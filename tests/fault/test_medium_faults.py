@@ -247,19 +247,41 @@ def test_source_that_cannot_be_read_does_not_suspend_the_target(
         memory_blocks=1, writes=("through", "demote"), near_bytes=60_000, far_bytes=10 << 20
     )
     medium.rule = raising(errno.EIO, "preadv", part="near")
-    for block in range(30):
-        begin_store(host, [block])
-        host.run_until(lambda: not host.stores)
-        for _ in range(5):
-            host.step(0.0)
-            threading.Event().wait(0.002)
+    blocks = iter(range(2000))
+
+    def is_blamed() -> bool:
         assert host.health[0][FAR] is TierHealth.OK
+        begin_store(host, [next(blocks)])
+        return host.failures.get("unreadable", 0) >= 6
+
+    host.run_until(is_blamed)
     medium.rule = works
     host.run_until(lambda: host.is_at_rest)
     host.manager.check()
 
 
 # Files that are gone.
+
+
+def test_emptying_that_fails_half_way_leaves_nothing_in_the_end(
+    make_host: MakeHost, medium: Medium
+) -> None:
+    """What was taken out of sight and could not be deleted is deleted by the next try."""
+    host = make_host(tiers=("CPUMemory", "LocalNVMe"))
+    store(host, [1], [2], [3])
+    faults = [errno.EIO]
+
+    def once(call: str, path: str) -> None:
+        if call in ("unlink", "rmdir", "scandir", "open") and ".tmp-" in path and faults:
+            raise OSError(faults.pop(), "once", path)
+
+    medium.rule = once
+    host.manager.reset()
+    host.run_until(lambda: host.is_at_rest)
+
+    assert not faults
+    assert files(host.root, "near") == []
+    assert temporaries(host.root) == []
 
 
 @pytest.mark.parametrize("depth", ["slot", "root"])

@@ -18,6 +18,8 @@ from soak.driver import (
 )
 from soak.host import Host
 
+from opal_connector.transfers import TierHealth
+
 MakeHost = Callable[..., Host]
 
 
@@ -73,18 +75,17 @@ def test_tier_that_could_not_be_opened_at_first_opens_where_it_was(
     first = make_host(tiers=("CPUMemory", "LocalNVMe"))
     store(first, [1], [2], [3])
     first.close()
-    faults = [1]
+    faults = [errno.EIO]
 
     def once(call: str, path: str) -> None:
-        if call == "open" and path.endswith("/index") and faults:
-            faults.pop()
-        elif call in ("scandir", "listdir") and "/r0" in path and not faults:
-            faults.append(0)
-            raise OSError(errno.EIO, "once", path)
+        if call in ("scandir", "listdir") and path.endswith("/r0") and faults:
+            raise OSError(faults.pop(), "once", path)
 
     medium.rule = once
 
     second = make_host(tiers=("CPUMemory", "LocalNVMe"))
 
+    second.run_until(lambda: second.health[0][NEAR] is TierHealth.OK)
+    assert not faults
     assert len(second.manager.storage.tiers[NEAR]) == 3
     assert len(list((tmp_path / "near").glob("*/r0*"))) == 1

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -37,7 +38,7 @@ from opal_connector.transfers import JobBatch, JobResult, LoadJob, StoreJob, Tie
 NAMESPACE = sha256(b"soak").digest()
 TIERS = ("CPUMemory", "LocalNVMe", "DistributedFS")
 UNTOUCHED, REUSED = 0xA5, 0xEE
-Plan = LoadJob | StoreJob
+T = TypeVar("T")
 
 
 class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +83,7 @@ class Host:
         self.loads: dict[int, Load] = {}
         self.stores: dict[int, tuple[StoreJob, list[int]]] = {}
         self.load_ended: Callable[[Load], None] = lambda load: None
-        self.step_seconds: list[float] = []
+        self._step_seconds = 0.0
         self.health: list[tuple[TierHealth, ...]] = [()] * settings.ranks
         self.free_blocks = list(range(settings.paged_blocks))
         config = self._config()
@@ -178,18 +179,18 @@ class Host:
             health = mover.health
             if health != self.health[rank]:
                 self.health[rank] = health
-                self._timed(
+                self.timed(
                     lambda rank=rank, health=health: self.manager.report_health(rank, health)
                 )
             for job, result in mover.take_results():
                 self._book(job, result, rank)
             for page in mover.take_pages():
-                self._timed(partial(self.manager.adopt, page))
+                self.timed(partial(self.manager.adopt, page))
         if self.shared is not None:
-            self._timed(self.shared.poll)
+            self.timed(self.shared.poll)
         self.manager.expire(now)
         if self.manager.wants_upkeep:
-            self.hand_over(self._timed(self.manager.plan_upkeep))
+            self.hand_over(self.timed(self.manager.plan_upkeep))
         self.follow()
 
     def hand_over(self, batch: JobBatch) -> None:
@@ -203,11 +204,18 @@ class Host:
         """Replay what was logged."""
         replay(self.contents, self.manager.take_events())
 
-    def _timed(self, call: Callable[[], object]) -> object:
+    def timed(self, call: Callable[[], T]) -> T:
+        """Call the books, and count the time to this step."""
         began = time.thread_time()
-        result = call()
-        self.step_seconds.append(time.thread_time() - began)
-        return result
+        try:
+            return call()
+        finally:
+            self._step_seconds += time.thread_time() - began
+
+    def end_step(self) -> float:
+        """CPU seconds that the books took since the last call."""
+        seconds, self._step_seconds = self._step_seconds, 0.0
+        return seconds
 
     # ---- jobs ----
 
@@ -219,7 +227,7 @@ class Host:
         if len(hashes) > len(self.free_blocks):
             return None
         blocks = [self.free_blocks.pop() for _ in hashes]
-        job = self._timed(
+        job = self.timed(
             lambda: self.manager.plan_store(
                 request,
                 full_blocks=len(hashes),
@@ -229,7 +237,7 @@ class Host:
                 max_blocks=max_blocks,
             )
         )
-        if not isinstance(job, StoreJob):
+        if job is None:
             self.give_back(blocks)
             return None
         for rank, paged in enumerate(self.paged):
@@ -247,8 +255,7 @@ class Host:
         blocks = [self.free_blocks.pop() for _ in range(block_count)]
         for paged in self.paged:
             paged.blocks[blocks] = UNTOUCHED
-        job = self._timed(lambda: self.manager.plan_load(request, blocks))
-        assert isinstance(job, LoadJob)
+        job = self.timed(lambda: self.manager.plan_load(request, blocks))
         load = Load(
             job=job,
             hashes=request.chain.hashes[computed : computed + block_count],
@@ -274,7 +281,7 @@ class Host:
             self._judge(self.loads[job.job_id], result, rank)
         for kind in result.failed.values():
             self.failures[kind.value] = self.failures.get(kind.value, 0) + 1
-        ended = self._timed(lambda: self.manager.commit(result))
+        ended = self.timed(lambda: self.manager.commit(result))
         if ended is None:
             return
         if result.job_id in self.stores:
@@ -330,11 +337,14 @@ class Host:
         """Take steps until all tiers are open."""
         self.run_until(lambda: not self.manager.storage.is_opening)
 
-    def close(self, timeout_seconds: float = 5.0) -> float:
-        """End everything; returns the seconds that it took."""
-        began = time.monotonic()
+    def close(self, timeout_seconds: float = 4.0) -> float:
+        """End everything, as long as the slowest of the processes that it stands for would take."""
+        took: list[float] = []
         for mover in self.movers:
+            began = time.monotonic()
             mover.close(timeout_seconds)
+            took.append(time.monotonic() - began)
+        began = time.monotonic()
         if self.shared is not None:
             self.shared.close()
-        return time.monotonic() - began
+        return max(*took, time.monotonic() - began)
