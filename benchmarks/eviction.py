@@ -2,8 +2,14 @@
 
 A request's blocks are looked up until the first one that is missing; the found ones are touched
 from the tail, the missing ones stored from the head. As in the books of a tier, a block whose next
-block is stored is pinned, so only leaves can be evicted. The hit of a column is weighted by tokens,
-over the whole trace, the cold start included.
+block is stored is pinned, so only leaves can be evicted, and a new block is pinned until it is
+written. The hit of a column is weighted by tokens, over the whole trace, the cold start included.
+
+AUTO misses two kinds of bars. In conversation 1000 and synthetic 500 one token in twenty hits, in
+lumps of a few requests: the candidate that leads early is not the one that is best over the whole
+trace, and the time until that shows is lost. And it works for three candidates besides the one in
+force: with a sample of 1,024 to 2,048 keys, at 10,000 blocks every eighth access goes to three
+small tiers, which together with learning the sample's chains costs as much as the policy itself.
 """
 
 import gzip
@@ -209,7 +215,7 @@ def main() -> None:
     hits: dict[str, dict[str, float]] = {}
     costs: dict[str, float] = {}
     bars: dict[str, dict[str, Any]] = {}
-    beside = 0.0
+    beside = 0
     for trace_name, (trace, capacities) in traces.items():
         for capacity in capacities:
             column = f"{trace_name}_{capacity}"
@@ -221,7 +227,7 @@ def main() -> None:
                 if name == "AUTO":
                     state = vars(policy)
                     parts = [state["_trial"], state["_kinship"]]
-                    beside = max(beside, deep_bytes(parts, set()) / capacity)
+                    beside = max(beside, deep_bytes(parts, set()))
             belady = hit_rate(trace, Belady([keys for _, keys in trace], capacity).request)
             best = max(candidates, key=rates.__getitem__)
             hits[column] = {
@@ -243,7 +249,7 @@ def main() -> None:
         "auto_candidates": candidates,
         "hit": hits,
         "us_per_touch": {name: round(cost, 3) for name, cost in costs.items()},
-        "auto_extra_bytes_per_key_at_most": round(beside, 1),
+        "auto_extra_mib_at_most": round(beside / (1 << 20), 2),
         "cores_used_by_others": round(load.cores(), 2),
     }
     statistic = (

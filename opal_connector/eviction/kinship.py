@@ -42,11 +42,15 @@ class Kinship:
         """Take note of a new key that is not in the sample."""
         if parent is None:
             return
-        nearest = self._nearest(parent)
+        tails = self._tails
+        if (parent[0] if type(parent) is bytes else key_hash(parent)) & self.mask:
+            nearest = tails.pop(parent, None)
+        else:
+            nearest = parent
         if nearest is not None:
-            if len(self._tails) >= _MOST_TAILS:
-                self._tails.clear()
-            self._tails[key] = nearest
+            if len(tails) >= _MOST_TAILS:
+                tails.clear()
+            tails[key] = nearest
 
     def inserted(self, key: Key, parent: Key | None, held: Container[Key]) -> bool:
         """Take note of a new key in the sample; false when a new, smaller sample begins."""

@@ -142,15 +142,14 @@ class Line:
             if self.parked.get(key) == rank and key not in self._pinned:
                 return key
             heapq.heappop(self.free)
-        for key in self.order:
+        order = self.order
+        while order:
+            key = next(iter(order))
             if key not in self._pinned:
-                break
-        else:
-            key = None
-        while self.order and (front := next(iter(self.order))) != key:
-            del self.order[front]
-            self.park(front)
-        return key
+                return key
+            del order[key]
+            self.park(key)
+        return None
 
     def evict(self, count: int, protected: Container[Key] = ()) -> list[Key] | None:
         """Take out exactly `count` keys that are neither pinned nor protected, the oldest first.
