@@ -30,6 +30,16 @@ class EvictionPolicy(ABC):
             KeyError: The key is not held.
         """
 
+    def renew(self, key: Key) -> None:
+        """Record that an access goes on until now; it is no other one. Most do not care.
+
+        A policy that tells one access from several must not take this for the second one.
+
+        Raises:
+            KeyError: The key is not held, as far as the policy looks.
+        """
+        del key
+
     @abstractmethod
     def remove(self, key: Key) -> None:
         """Forget a held key.

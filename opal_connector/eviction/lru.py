@@ -2,6 +2,7 @@
 
 from typing_extensions import override
 
+from opal_connector.eviction.base import Key
 from opal_connector.eviction.handover import Candidate, Handover
 from opal_connector.eviction.line import Line
 
@@ -11,6 +12,10 @@ class LRUPolicy(Line, Candidate):
 
     Mutable state: that of a line.
     """
+
+    @override
+    def renew(self, key: Key) -> None:
+        self.touch(key)
 
     def check(self) -> None:
         """Besides what a line checks: everything pinned is held."""

@@ -1,6 +1,6 @@
 """Who leaves a tier next: its policy, with parents and promised objects kept out of its reach."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from opal_connector.eviction import EvictionPolicy
 from opal_connector.managers.lineage import Lineage
@@ -82,13 +82,20 @@ class Departures:
         """Whether nobody relies on an object and nothing here continues it."""
         return not record.is_held and record.key not in self._lineage
 
-    def touch(self, keys: Sequence[ObjectKey]) -> None:
-        """Record one use of a chain, given head first; the head counts as used last."""
+    def touch(self, keys: Sequence[ObjectKey], counted: Container[ObjectKey] = ()) -> None:
+        """Record one use of a chain, given head first; the head counts as used last.
+
+        Of what is in `counted` the use has been recorded, by storing or loading it; it ends now.
+        """
         records = self._index.records
         for key in reversed(keys):
             record = records.get(key)
             if record is not None:
-                self._policies[record.owner].touch(key)
+                policy = self._policies[record.owner]
+                if key in counted:
+                    policy.renew(key)
+                else:
+                    policy.touch(key)
                 self._unwanted.pop(key, None)
 
     def discourage(self, keys: Sequence[ObjectKey]) -> None:

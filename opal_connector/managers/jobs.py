@@ -146,6 +146,10 @@ class JobTable:
     ) -> int:
         """Number a new job."""
         self._next_job_id += 1
+        if request is not None:  # to load or to store is to use, once
+            request.used.update(
+                item.record.key for item in objects if isinstance(item, PlannedObject)
+            )
         job = OpenJob(self._next_job_id, kind, request, objects, self._ranks)
         self._jobs[job.job_id] = job
         return job.job_id

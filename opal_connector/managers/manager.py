@@ -292,7 +292,7 @@ class OpalKVCacheManager:
         with self._lock:
             self._leases.release(request)
             keys = self._coordinator.chain_keys(request.chain.hashes)
-            self.storage.touch(keys)
+            self.storage.touch(keys, request.used)
             self._upkeep.used(keys)
             if request.hints is not NO_HINTS:
                 self.storage.take_hints(keys, request.hints, self._clock())

@@ -51,9 +51,7 @@ class Placement:
         self._flight_objects = [0] * len(self._rules)
         self._moving_bytes = [0] * len(self._rules)
         self.admissions = [
-            Admission(
-                tier, is_adaptive=rule.admission == "adaptive", faster=storage.tiers[:place]
-            )
+            Admission(tier, is_adaptive=rule.admission == "adaptive", faster=storage.tiers[:place])
             for place, (tier, rule) in enumerate(zip(storage.tiers, self._rules, strict=True))
         ]
 

@@ -6,7 +6,7 @@ import msgspec
 
 from opal_connector.keys import TokenChain
 from opal_connector.managers.hints import NO_HINTS, RequestHints
-from opal_connector.managers.records import ObjectState
+from opal_connector.managers.records import ObjectKey, ObjectState
 from opal_connector.managers.single_type import Segment
 
 
@@ -55,6 +55,7 @@ class OpalRequest:
         "question",
         "request_id",
         "stored_tokens",
+        "used",
         "waiting_since",
     )
 
@@ -80,6 +81,7 @@ class OpalRequest:
         self.drop_reason: str | None = None  # of the last store plan
         self.question: tuple[int, float] | None = None  # to a shared tier, and when it is too late
         self.asked_key: bytes | None = None
+        self.used: set[ObjectKey] = set()  # by its loads and stores: not to be counted again
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Hash what is new of the request's tokens."""

@@ -5,7 +5,7 @@ the tail of a prefix always leaves before its head, whatever the policy.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from opal_connector.events import Delete, EventLog, Insert, KVCEvent, ObjectFact
 from opal_connector.eviction import EvictionPolicy
@@ -226,9 +226,9 @@ class OpalStorageBackend:
         else:
             self.leaving.release(record)
 
-    def touch(self, keys: Sequence[ObjectKey]) -> None:
-        """Record one use of a chain, given head first; the head counts as used last."""
-        self.order.touch(keys)
+    def touch(self, keys: Sequence[ObjectKey], counted: Container[ObjectKey] = ()) -> None:
+        """Record one use of a chain, given head first; see `Departures.touch`."""
+        self.order.touch(keys, counted)
         if self.expiry.is_used:
             now = self._clock()
             for key in keys:

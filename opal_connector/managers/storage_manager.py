@@ -1,6 +1,6 @@
 """The ordered tiers as one: where an object is read from, where a new one goes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from opal_connector.events import EventLog
 from opal_connector.managers.hints import RequestHints
@@ -88,10 +88,10 @@ class OpalStorageManager:
                 refusal = outcome
         return refusal
 
-    def touch(self, keys: Sequence[ObjectKey]) -> None:
-        """Record one use of a chain in every tier that holds parts of it."""
+    def touch(self, keys: Sequence[ObjectKey], counted: Container[ObjectKey] = ()) -> None:
+        """Record one use of a chain in every tier that holds parts of it; see `Departures`."""
         for tier in self.tiers:
-            tier.touch(keys)
+            tier.touch(keys, counted)
 
     def remove(self, key: ObjectKey, *, force: bool = True) -> int:
         """Take an object out of every tier, one DELETE event each; returns how many."""
