@@ -84,7 +84,11 @@ class Faults:
         files = files_below(self._root, lambda name: name.endswith(".opal"))
         if len(files) < 2:
             return
-        first, second = self._chance.sample(files, 2)
+        first = self._chance.choice(files)
+        tier = first.relative_to(self._root).parts[0]  # between tiers one would grow by it
+        second = self._chance.choice(
+            [path for path in files if path.is_relative_to(self._root / tier)]
+        )
         with contextlib.suppress(OSError):  # the tier has removed it meanwhile
             self._damage(kind, first, second)
             self.counts[kind] += 1
