@@ -20,7 +20,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 PUBLIC = {
     "opal_connector": ["OpalKVCacheEngine"],
     "opal_connector.keys": ["OpalTokenDatabase", "OpalEngineMetadata", "OpalCacheEngineKey"],
-    "opal_connector.tiers": ["OpalMemoryObj", "CPUMemory"],
+    "opal_connector.tiers": ["OpalMemoryObj", "CPUMemory", "LocalNVMe", "DistributedFS"],
     "opal_connector.managers": [
         "OpalStorageBackend",
         "OpalStorageManager",
@@ -272,3 +272,10 @@ def test_tests_do_not_sleep(room: str) -> None:
     ]
 
     assert guilty == []
+
+
+def test_every_test_module_has_its_own_name() -> None:
+    """Test directories are no packages: two modules of one name cannot be collected together."""
+    names = [path.name for path in TESTS.rglob("*.py") if path.name != "conftest.py"]
+
+    assert sorted(names) == sorted(set(names))
