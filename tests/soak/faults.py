@@ -85,11 +85,12 @@ class Faults:
         if len(files) < 2:
             return
         first = self._chance.choice(files)
-        tier = first.relative_to(self._root).parts[0]  # between tiers one would grow by it
-        second = self._chance.choice(
-            [path for path in files if path.is_relative_to(self._root / tier)]
-        )
-        with contextlib.suppress(OSError):  # the tier has removed it meanwhile
+        with contextlib.suppress(OSError):  # the tier has removed one meanwhile
+            # Of one tier and size: else the disk would hold more than the books let it.
+            tier, size = self._root / first.relative_to(self._root).parts[0], first.stat().st_size
+            others = [path for path in files if path.is_relative_to(tier) and path != first]
+            alike = [path for path in others if path.stat().st_size == size]
+            second = self._chance.choice(alike or [first])
             self._damage(kind, first, second)
             self.counts[kind] += 1
 

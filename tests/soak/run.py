@@ -6,6 +6,7 @@ processes follow one another there, some of them killed in the middle of a syste
 
 import os
 import random
+import shutil
 import signal
 import tempfile
 import threading
@@ -385,6 +386,7 @@ class Soak:
         report.temporary_files += len(left)
         if left:
             report.note(f"left behind: {left[:3]}")
+        remove_trash(root)
 
 
 def make_prompts(chance: random.Random) -> list[list[int]]:
@@ -433,6 +435,17 @@ def work_and_die(
             threading.Event().wait(0.001)
     medium.rule = works
     os._exit(0)
+
+
+def remove_trash(root: Path) -> None:
+    """Remove what was being emptied when a process ended, as the next one does when it opens.
+
+    It tells by the process id that nobody is at it; here all of them have the same.
+    """
+    for folder, folders, _ in os.walk(root):
+        for name in folders:
+            if name.startswith(f".tmp-{os.getpid()}-"):
+                shutil.rmtree(f"{folder}/{name}", ignore_errors=True)
 
 
 def age(root: Path) -> None:
