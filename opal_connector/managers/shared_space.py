@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 
-_GRANT_BYTES_MIN = 64 << 20
+_GRANT_BYTES_MOST = 64 << 20
 _GRANT_OBJECTS = 64  # asked for at once, so that few objects wait for a grant
+# An eviction makes room for a few grants of a 64th of the capacity; the tier is full all the same.
+_CROWDED_GRANTS = 4
 
 
 class SharedSpace:
@@ -11,8 +13,8 @@ class SharedSpace:
 
     `used_bytes` is what this instance knows to be there, which others may have removed already.
 
-    Mutable state: `_known_bytes`, `unused_bytes` (granted and not written) and `_wanted_bytes`;
-    guarded by the owner of the books.
+    Mutable state: `_known_bytes`, `unused_bytes` (granted and not written), `_wanted_bytes` and
+    `_crowded_grants`; guarded by the owner of the books.
     """
 
     frees_later = True
@@ -23,8 +25,8 @@ class SharedSpace:
         self.unused_bytes = 0
         self._file_bytes = file_bytes
         self._known_bytes = 0
-        self._wanted_bytes = min(capacity_bytes // 64, _GRANT_BYTES_MIN)
-        self._was_refused = False
+        self._wanted_bytes = min(capacity_bytes // 64, _GRANT_BYTES_MOST)
+        self._crowded_grants = 0
 
     def __repr__(self) -> str:
         return f"<SharedSpace {self._known_bytes}/{self.capacity_bytes} bytes known>"
@@ -36,8 +38,8 @@ class SharedSpace:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether a grant was refused last time, or came out of evictions."""
-        return self._was_refused
+        """Whether one of the last grants was refused, or came out of evictions."""
+        return self._crowded_grants > 0
 
     @property
     def wanted_bytes(self) -> int:
@@ -48,7 +50,8 @@ class SharedSpace:
         """More may be written, or nothing if the directory is full of what is in use."""
         self.unused_bytes += granted_bytes
         self._wanted_bytes = 0
-        self._was_refused = was_crowded
+        left = max(0, self._crowded_grants - 1)
+        self._crowded_grants = _CROWDED_GRANTS if was_crowded else left
 
     def size_bytes(self, block_count: int) -> int:
         """The file of an object of so many blocks."""
@@ -60,7 +63,7 @@ class SharedSpace:
         if not force:
             if size_bytes > self.unused_bytes:
                 share = max(1, self.capacity_bytes // 64)
-                batch = max(size_bytes, min(share, _GRANT_OBJECTS * size_bytes, _GRANT_BYTES_MIN))
+                batch = max(size_bytes, min(share, _GRANT_OBJECTS * size_bytes, _GRANT_BYTES_MOST))
                 self._wanted_bytes = max(self._wanted_bytes, batch)
                 return None
             self.unused_bytes -= size_bytes

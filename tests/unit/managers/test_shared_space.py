@@ -45,3 +45,17 @@ def test_full_directory_is_asked_for_room() -> None:
     space.grant(OBJECT_BYTES, was_crowded=True)
     assert isinstance(tier.reserve(spec(OBJECTS)), ObjectRecord)
     audit_tier(tier)
+
+
+def test_full_directory_is_full_for_a_few_grants() -> None:
+    """What an eviction frees is granted in portions: the first does not mean there is room."""
+    space = SharedSpace(capacity_bytes=1 << 30, file_bytes=lambda blocks: blocks * OBJECT_BYTES)
+    assert not space.is_crowded
+
+    space.grant(OBJECT_BYTES, was_crowded=True)
+    crowded = []
+    for _ in range(5):
+        crowded.append(space.is_crowded)
+        space.grant(OBJECT_BYTES, was_crowded=False)
+
+    assert crowded == [True, True, True, True, False]
