@@ -304,7 +304,7 @@ def test_ht_55_directory_that_is_removed_under_load_is_a_miss(
 
     tier = host.manager.storage.tiers[NEAR]
     assert host.wrong_bytes == 0
-    assert len(files(tmp_path, "near")) >= 10
+    assert files(tmp_path, "near"), "nothing is written any more"
     for block in range(40):
         if held(host, [block]):
             load(host, [block])  # a miss tells the books
