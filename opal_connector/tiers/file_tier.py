@@ -226,8 +226,11 @@ class FileTier(ABC):
         for key in keys:
             self._removed(key)
         for trash in list(self._trash):  # also what an earlier call could not remove
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 shutil.rmtree(trash)
+            except FileNotFoundError:
+                if os.path.lexists(trash):
+                    raise  # somebody took a part of it away, and the rest is still there
             self._trash.remove(trash)
 
     @abstractmethod

@@ -263,13 +263,14 @@ def test_source_that_cannot_be_read_does_not_suspend_the_target(
 # Files that are gone.
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOENT])
 def test_emptying_that_fails_half_way_leaves_nothing_in_the_end(
-    make_host: MakeHost, medium: Medium
+    make_host: MakeHost, medium: Medium, number: int
 ) -> None:
     """What was taken out of sight and could not be deleted is deleted by the next try."""
     host = make_host(tiers=("CPUMemory", "LocalNVMe"))
     store(host, [1], [2], [3])
-    faults = [errno.EIO]
+    faults = [number]
 
     def once(call: str, path: str) -> None:
         if call in ("unlink", "rmdir", "scandir", "open") and ".tmp-" in path and faults:

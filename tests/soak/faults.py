@@ -1,6 +1,7 @@
 """What can go wrong with a medium and its files, chosen by a seeded generator."""
 
 import contextlib
+import ctypes
 import errno
 import os
 import random
@@ -19,6 +20,8 @@ ERRORS = {
     "ENOSPC": (errno.ENOSPC, ("pwritev", "mkdir")),
 }
 DAMAGES = ("bit_flip", "torn", "short", "zeroed", "swapped", "removed")
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
 SLOW_SECONDS = 0.06  # seconds of a real medium, scaled down like the timeouts of the tiers
 
 
@@ -30,6 +33,18 @@ def files_below(directory: Path, is_wanted: Callable[[str], bool]) -> list[Path]
         for name in names
         if is_wanted(name)
     )
+
+
+def exchange(first: Path, second: Path) -> None:
+    """Exchange two files at once: step by step, one that a tier has just deleted would come back.
+
+    Raises:
+        OSError: One of them is not there, or the filesystem cannot do it.
+    """
+    paths = (os.fsencode(first), os.fsencode(second))
+    if _LIBC.renameat2(_HERE, paths[0], _HERE, paths[1], _EXCHANGE):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(first))
 
 
 class Faults:
@@ -114,10 +129,7 @@ class Faults:
                 file.seek(size // 2)
                 file.write(bytes(size - size // 2))
         elif kind == "swapped":
-            between = first.with_suffix(".swap")
-            first.replace(between)
-            second.replace(first)
-            between.replace(second)
+            exchange(first, second)
         else:
             first.unlink()
 
