@@ -7,9 +7,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from opal_connector.integrations.vllm.block_holds import BlockHolds
 from opal_connector.integrations.vllm.guard import contained
 from opal_connector.integrations.vllm.tracker import RequestTracker
-from opal_connector.managers import OpalKVCacheManager, OpalRequest
+from opal_connector.managers import OpalKVCacheManager, OpalRequest, Refusal
 from opal_connector.managers.planning import IN_FLIGHT
 from opal_connector.transfers import StoreJob
+
+_SOON_OTHERWISE = frozenset({IN_FLIGHT, Refusal.LEAVING.value})
 
 
 class StorePlanner:
@@ -72,8 +74,8 @@ class StorePlanner:
                 continue
             with contained("build_connector_meta"):
                 self.plan(tracker, tables[0], now, include_tail=ends_prompt)
-            if opal.drop_reason == IN_FLIGHT:
-                # What is being stored drains within a few steps: try again then.
+            if opal.drop_reason in _SOON_OTHERWISE:
+                # What is being stored or deleted is done within a few steps: try again then.
                 tracker.planned_chunks = -1
                 tracker.has_planned_tail = tracker.has_planned_tail and not ends_prompt
 
