@@ -52,13 +52,13 @@ class SharedTierLink:
             self._open_questions += len(questions)
             self._asked_at = self._clock()
         if self._space.wanted_bytes and not self._is_renewing:
-            self._keeper.renew(Need(self._space.wanted_bytes, self._space.unused_bytes))
+            self._keeper.renew(Need(self._space.wanted_bytes, self._space.promised_bytes))
             self._is_renewing = True
             self._asked_at = self._clock()
 
     def close(self) -> None:
         """End the keeper."""
-        self._keeper.close(unused_bytes=self._space.unused_bytes)
+        self._keeper.close(unused_bytes=self._space.promised_bytes)
 
 
 def link_shared_tier(

@@ -94,6 +94,7 @@ class Settlement:
         def announce(fact: ObjectFact) -> KVCEvent:
             return Insert(fact, tier.tier, item.token_ids, request.lora_name)
 
+        tier.space.end_write(len(item.record.rows))
         stored = tier.commit(item.record, stored=failure is None, announce=announce)
         if stored:
             self._placement.offer(item.record.key, item.tier)
@@ -124,6 +125,7 @@ class Settlement:
             shared_blocks = source.index.shared_without(item.source)
             return Move(fact, source.tier, target.tier, shared_blocks, token_ids, lora_name)
 
+        target.space.end_write(len(item.target.rows))
         stored = target.commit(item.target, stored=failure is None, announce=announce)
         has_moved = is_moving and stored and item.target.is_readable
         is_moving = False

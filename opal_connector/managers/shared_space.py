@@ -13,8 +13,8 @@ class SharedSpace:
 
     `used_bytes` is what this instance knows to be there, which others may have removed already.
 
-    Mutable state: `_known_bytes`, `unused_bytes` (granted and not written), `_wanted_bytes` and
-    `_crowded_grants`; guarded by the owner of the books.
+    Mutable state: `_known_bytes`, `unused_bytes` (granted and not planned), `_in_flight_bytes`
+    (being written), `_wanted_bytes` and `_crowded_grants`; guarded by the owner of the books.
     """
 
     frees_later = True
@@ -25,6 +25,7 @@ class SharedSpace:
         self.unused_bytes = 0
         self._file_bytes = file_bytes
         self._known_bytes = 0
+        self._in_flight_bytes = 0
         self._wanted_bytes = min(capacity_bytes // 64, _GRANT_BYTES_MOST)
         self._crowded_grants = 0
 
@@ -35,6 +36,11 @@ class SharedSpace:
     def used_bytes(self) -> int:
         """Bytes of the files that this instance knows."""
         return self._known_bytes
+
+    @property
+    def promised_bytes(self) -> int:
+        """What this instance may still add: a scan of the directory does not see it yet."""
+        return self.unused_bytes + self._in_flight_bytes
 
     @property
     def is_crowded(self) -> bool:
@@ -67,8 +73,13 @@ class SharedSpace:
                 self._wanted_bytes = max(self._wanted_bytes, batch)
                 return None
             self.unused_bytes -= size_bytes
+            self._in_flight_bytes += size_bytes
         self._known_bytes += size_bytes
         return tuple(range(block_count))
+
+    def end_write(self, block_count: int) -> None:
+        """A file is there, or will not be."""
+        self._in_flight_bytes -= self._file_bytes(block_count)
 
     def free(self, rows: tuple[int, ...]) -> None:
         """A file is gone. Its bytes are anybody's now."""
@@ -82,3 +93,4 @@ class SharedSpace:
         """Raise AssertionError if more was given back than taken."""
         assert self._known_bytes >= 0, "more was freed than allocated"
         assert self.unused_bytes >= 0, "more was written than granted"
+        assert self._in_flight_bytes >= 0, "more writes have ended than begun"

@@ -36,6 +36,9 @@ class Space(Protocol):
         With `force` also beyond the limit, for what is there already and cannot be refused.
         """
 
+    def end_write(self, block_count: int) -> None:
+        """The write of an object that was allocated has ended, well or not."""
+
     def free(self, rows: tuple[int, ...]) -> None:
         """Take an object's places back."""
 
@@ -106,6 +109,10 @@ class TierPool:
         self._fresh += fresh
         return tuple(rows)
 
+    def end_write(self, block_count: int) -> None:
+        """Nothing: rows are taken from when they are handed out."""
+        del block_count
+
     def free(self, rows: tuple[int, ...]) -> None:
         """Take rows back."""
         self._freed.extend(reversed(rows))
@@ -156,6 +163,10 @@ class FileSpace:
             return None
         self._used_bytes += size_bytes
         return tuple(range(block_count))
+
+    def end_write(self, block_count: int) -> None:
+        """Nothing: a file is charged from when it is planned."""
+        del block_count
 
     def free(self, rows: tuple[int, ...]) -> None:
         """A file is gone."""

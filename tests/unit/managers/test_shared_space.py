@@ -59,3 +59,16 @@ def test_full_directory_is_full_for_a_few_grants() -> None:
         space.grant(OBJECT_BYTES, was_crowded=False)
 
     assert crowded == [True, True, True, True, False]
+
+
+def test_what_is_being_written_is_promised_until_it_is_there() -> None:
+    """A scan of the directory does not see it: counted nowhere, it would be granted once more."""
+    space = SharedSpace(capacity_bytes=1 << 30, file_bytes=lambda blocks: blocks * OBJECT_BYTES)
+    space.grant(3 * OBJECT_BYTES, was_crowded=False)
+
+    assert space.allocate(2) == (0, 1)
+    assert (space.unused_bytes, space.promised_bytes) == (OBJECT_BYTES, 3 * OBJECT_BYTES)
+
+    space.end_write(2)
+    assert (space.unused_bytes, space.promised_bytes) == (OBJECT_BYTES, OBJECT_BYTES)
+    space.check()
