@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from opal_connector.config import OpalConfig
 from opal_connector.managers import OpalKVCacheManager, SharedSpace
 from opal_connector.tiers import Need, SharedDirectory, SharedKeeper
@@ -23,11 +25,14 @@ class SharedTierLink:
         manager: OpalKVCacheManager,
         keeper: SharedKeeper,
         space: SharedSpace,
+        *,
+        ranks: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._manager = manager
         self._keeper = keeper
         self._space = space
+        self._ranks = ranks
         self._clock = clock
         self._is_renewing = False
         self._asked_at = float("-inf")
@@ -45,6 +50,8 @@ class SharedTierLink:
             for news in self._keeper.take_news():
                 self._is_renewing = self._is_renewing and not news.is_grant
                 self._open_questions -= len(news.answered)
+                granted_bytes = news.granted_bytes // self._ranks
+                news = msgspec.structs.replace(news, granted_bytes=granted_bytes)
                 self._manager.hear(news, self._clock())
         questions = self._manager.take_questions()
         if questions:
@@ -52,13 +59,19 @@ class SharedTierLink:
             self._open_questions += len(questions)
             self._asked_at = self._clock()
         if self._space.wanted_bytes and not self._is_renewing:
-            self._keeper.renew(Need(self._space.wanted_bytes, self._space.promised_bytes))
+            wanted_bytes = self._space.wanted_bytes * self._ranks
+            self._keeper.renew(Need(wanted_bytes, self._promised_bytes))
             self._is_renewing = True
             self._asked_at = self._clock()
 
     def close(self) -> None:
         """End the keeper."""
-        self._keeper.close(unused_bytes=self._space.promised_bytes)
+        self._keeper.close(unused_bytes=self._promised_bytes)
+
+    @property
+    def _promised_bytes(self) -> int:
+        """The books count one rank's file of every object; the directory has all ranks' files."""
+        return self._space.promised_bytes * self._ranks
 
 
 def link_shared_tier(
@@ -85,5 +98,5 @@ def link_shared_tier(
                 refresh_seconds=settings.refresh_seconds,
                 is_held=manager.is_held,
             )
-            return SharedTierLink(manager, keeper, tier.space, clock)
+            return SharedTierLink(manager, keeper, tier.space, ranks=ranks, clock=clock)
     return None

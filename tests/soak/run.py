@@ -52,8 +52,7 @@ KINDS = {
 class Report(msgspec.Struct):
     """What a run found. `ok` is that all of it is as it must be.
 
-    `shared_excess_bytes` is by how much a shared directory was larger than its limit at most. It is
-    told and not judged: what is being written while the directory is scanned is not counted there.
+    `shared_excess_bytes` is by how much a shared directory was larger than its limit at most.
     """
 
     seed: int = 0
@@ -141,6 +140,7 @@ class Soak:
             report.jobs,
             report.over_capacity,
             report.over_capacity_on_disk,
+            max(0, report.shared_excess_bytes),
             report.temporary_files,
         )
         return (

@@ -7,12 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fakes import make_manager
 
 from opal_connector.config import load_config
 from opal_connector.engine import OpalKVCacheEngine
+from opal_connector.events import EventLog
+from opal_connector.eviction import LRUPolicy
 from opal_connector.keys import OpalEngineMetadata
-from opal_connector.managers import LookupState
-from opal_connector.tiers import ArrayBlocks
+from opal_connector.managers import LookupState, OpalStorageBackend, SharedSpace
+from opal_connector.sharing import SharedTierLink
+from opal_connector.tiers import ArrayBlocks, Need
+from opal_connector.transfers import SharedNews
 
 BLOCK_TOKENS, CHUNK_TOKENS, ROW_BYTES = 2, 8, 4096
 METADATA = OpalEngineMetadata(
@@ -178,3 +183,47 @@ def test_leaving_gives_the_grant_back(tmp_path: Path) -> None:
     assert tier.used_bytes == sum(p.stat().st_blocks * 512 for p in tmp_path.rglob("*.opal"))
     assert len(tier) == 4
     last.engine.close()
+
+
+class Keeper:
+    """A keeper that grants what is asked for, and notes the needs.
+
+    Mutable state: the needs, and the news not yet taken.
+    """
+
+    def __init__(self) -> None:
+        self.needs: list[Need] = []
+        self.news: list[SharedNews] = []
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.news)
+
+    def take_news(self) -> list[SharedNews]:
+        taken, self.news = self.news, []
+        return taken
+
+    def renew(self, need: Need) -> None:
+        self.needs.append(need)
+        self.news.append(SharedNews(0, is_grant=True, granted_bytes=need.wanted_bytes))
+
+
+def test_grants_are_for_the_files_of_all_ranks() -> None:
+    """The books count one file of an object; every rank writes its own into the directory."""
+    space = SharedSpace(capacity_bytes=6400, file_bytes=lambda blocks: 100 * blocks)
+    tier = OpalStorageBackend(
+        tier="DistributedFS", space=space, policy=LRUPolicy(), log=EventLog(enabled=False)
+    )
+    manager = make_manager(rows=0)
+    manager.storage.tiers = (tier,)
+    keeper = Keeper()
+    link = SharedTierLink(manager, keeper, space, ranks=2)  # type: ignore[arg-type]
+
+    link.poll()
+    link.poll()
+    assert (keeper.needs, space.unused_bytes) == ([Need(200, 0)], 100)
+    assert space.allocate(1) is not None
+    assert space.allocate(1) is None
+    link.poll()
+
+    assert keeper.needs[-1].unused_bytes == 200, "both files that are being written"
