@@ -141,7 +141,8 @@ class Engine:
     def first_eviction(self) -> float:
         """Fill what room is left; the seconds of the first store that has to evict."""
         while True:
-            has_room = self.tier.pool.free_rows >= self.chunk_blocks
+            free_bytes = self.tier.capacity_bytes - self.tier.used_bytes
+            has_room = free_bytes >= self.chunk_blocks * ROW_BYTES
             began = time.thread_time()
             self.store_chain(self.chunk_blocks, 0)
             if not has_room:
