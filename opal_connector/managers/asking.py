@@ -9,6 +9,7 @@ from opal_connector.transfers import ObjectName, Question
 
 _ABSENT_SECONDS = 2.0  # for how long an answer "not there" is believed
 _REMEMBERED = 65536
+_OPEN_QUESTIONS = 64  # without an answer; bounds what piles up before a directory that hangs
 
 
 class Asking:
@@ -39,8 +40,9 @@ class Asking:
         if request.question is not None:
             question_id, deadline = request.question
             if question_id in self._open and now < deadline:
-                return True
-            self._open.pop(question_id, None)  # too late: whoever looks again may find it
+                return True  # later than that, whoever looks again may find it
+        if len(self._open) >= _OPEN_QUESTIONS:
+            return False  # nobody answers: the directory hangs, and waiting would not help
         chain, tails = self._names(request, stop_block, max_blocks)
         first = (*chain, *tails)[:1]
         if not first:

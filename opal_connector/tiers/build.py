@@ -1,5 +1,6 @@
 """Tiers of files from their settings."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from opal_connector.config import (
 from opal_connector.tiers.distributed_fs import DistributedFS
 from opal_connector.tiers.file_tier import FileTier
 from opal_connector.tiers.local_nvme import LocalNVMe
+
+logger = logging.getLogger(__name__)
 
 _DISK_SHARE = 0.5
 
@@ -48,9 +51,17 @@ def make_file_tier(
 
 
 def free_bytes(path: Path) -> int:
-    """Free bytes of the filesystem that `path` is, or will be, on; 0 if there is none. Blocks."""
+    """Free bytes of the filesystem that `path` is, or will be, on. Blocks.
+
+    0 if it cannot be asked: the tier then holds nothing, and opening it says why.
+    """
     for existing in (path, *path.parents):
-        if existing.exists():
+        try:
             status = os.statvfs(existing)
-            return status.f_bavail * status.f_frsize
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            logger.warning("cannot tell what is free at %s: %r", existing, error)
+            return 0
+        return status.f_bavail * status.f_frsize
     return 0

@@ -118,6 +118,8 @@ class SharedKeeper:
         return bool(self._questions) or self._need is not None or self._is_closing
 
     def _say(self, news: SharedNews) -> None:
+        if not (news.answered or news.found or news.gone or news.is_grant):
+            return  # an engine that stands idle does not poll: nothing must not pile up
         with self._wake:
             self._news.append(news)
 

@@ -16,7 +16,8 @@ from opal_connector.eviction import LRUPolicy
 from opal_connector.keys import OpalEngineMetadata
 from opal_connector.managers import LookupState, OpalStorageBackend, SharedSpace
 from opal_connector.sharing import SharedTierLink
-from opal_connector.tiers import ArrayBlocks, Need
+from opal_connector.tiers import ArrayBlocks, Need, SharedDirectory, SharedKeeper
+from opal_connector.tiers.shared_directory import Refresh
 from opal_connector.transfers import SharedNews
 
 BLOCK_TOKENS, CHUNK_TOKENS, ROW_BYTES = 2, 8, 4096
@@ -183,6 +184,50 @@ def test_leaving_gives_the_grant_back(tmp_path: Path) -> None:
     assert tier.used_bytes == sum(p.stat().st_blocks * 512 for p in tmp_path.rglob("*.opal"))
     assert len(tier) == 4
     last.engine.close()
+
+
+def test_keeper_that_hangs_is_asked_no_more_after_a_while(
+    pair: tuple[Instance, Instance],
+) -> None:
+    """Questions that nobody answers are bounded, and then lookups do not wait for answers."""
+    _, reader = pair
+    manager = reader.engine.manager
+    states = []
+    for number in range(200):
+        request = manager.new_request(f"r{number}")
+        request.extend(tokens(100 * number, 24))
+        for now in (float(number), number + 0.9):
+            result = manager.lookup(request, computed_blocks=0, max_blocks=12, now=now)
+        states.append(result.state)
+        manager.end_request(request)
+
+    asked = manager.take_questions()
+    assert 0 < len(asked) <= 64
+    assert states[-1] is LookupState.MISS
+    manager.hear(SharedNews(1, tuple(question.question_id for question in asked)), now=300.0)
+    request = manager.new_request("later")
+    request.extend(tokens(90_000, 24))
+    manager.lookup(request, computed_blocks=0, max_blocks=12, now=300.0)
+    assert len(manager.take_questions()) == 1, "answers make room for new questions"
+
+
+def test_quiet_directory_makes_no_news(tmp_path: Path) -> None:
+    """An engine that stands idle polls nothing: what says nothing must not pile up."""
+    shared = SharedDirectory(tmp_path, namespace=bytes(32), ranks=1, limit_bytes=1 << 20)
+    refreshed = threading.Semaphore(0)
+    refresh = shared.refresh
+
+    def counted() -> Refresh:
+        refreshed.release()
+        return refresh()
+
+    shared.refresh = counted  # type: ignore[method-assign]
+    keeper = SharedKeeper(shared, tier=0, refresh_seconds=0.001, is_held=lambda _: False)
+    for _ in range(5):
+        assert refreshed.acquire(timeout=20)
+    keeper.close(unused_bytes=0)
+
+    assert not keeper.has_news
 
 
 class Keeper:
