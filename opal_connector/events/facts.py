@@ -1,13 +1,21 @@
 """Facts about what is where, in the order in which they became true.
 
-A closed union of frozen tagged Structs with exactly the fields that their kind needs. The books
-append to an `EventLog` in commit and nowhere else; replaying a log gives the contents of every
-tier.
+A closed union of frozen tagged Structs with exactly the fields that their kind needs. Replaying
+all events of an instance gives the contents of every tier.
 """
 
 from enum import IntEnum
+from typing import Annotated, Final
 
 import msgspec
+
+DEVICE_TIER: Final = "Device"  # the paged KV cache of the engine itself
+
+# Limits on what is decoded; what is made here stays far below them.
+Digest = Annotated[bytes, msgspec.Meta(max_length=32)]
+HashRun = Annotated[bytes, msgspec.Meta(max_length=32 * 65_536)]
+ShortName = Annotated[str, msgspec.Meta(max_length=256)]
+TokenIds = Annotated[tuple[int, ...], msgspec.Meta(max_length=1 << 20)]
 
 
 class KVCEventType(IntEnum):
@@ -24,12 +32,13 @@ class ObjectFact(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     `block_hashes` is the concatenation of the hashes of the object's blocks; the last one names
     the object. The first `shared_blocks` of them are also held by another object of the same tier
-    (siblings that part inside a chunk), so only the others begin or cease to be retrievable.
+    (siblings that part inside a chunk), so only the others begin or cease to be retrievable. Facts
+    about the device are about blocks alone: `parent_hash` may be empty where they leave.
     """
 
     group: int
-    parent_hash: bytes
-    block_hashes: bytes
+    parent_hash: Digest
+    block_hashes: HashRun
     shared_blocks: int = 0
 
     @property
@@ -48,15 +57,15 @@ class Insert(_Event, frozen=True, gc=False, array_like=True, tag=int(KVCEventTyp
     `token_ids` are the tokens of the object's blocks, for consumers that hash them themselves.
     """
 
-    tier: str
-    token_ids: tuple[int, ...] = ()
-    lora_name: str | None = None
+    tier: ShortName
+    token_ids: TokenIds = ()
+    lora_name: ShortName | None = None
 
 
 class Delete(_Event, frozen=True, gc=False, array_like=True, tag=int(KVCEventType.DELETE)):
     """The copy in `tier` is gone."""
 
-    tier: str
+    tier: ShortName
 
 
 class Move(_Event, frozen=True, gc=False, array_like=True, tag=int(KVCEventType.MOVE)):
@@ -66,45 +75,20 @@ class Move(_Event, frozen=True, gc=False, array_like=True, tag=int(KVCEventType.
     `source_shared_blocks`.
     """
 
-    source_tier: str
-    target_tier: str
+    source_tier: ShortName
+    target_tier: ShortName
     source_shared_blocks: int = 0
-    token_ids: tuple[int, ...] = ()
-    lora_name: str | None = None
+    token_ids: TokenIds = ()
+    lora_name: ShortName | None = None
 
 
 class Copy(_Event, frozen=True, gc=False, array_like=True, tag=int(KVCEventType.COPY)):
     """A second copy in `target_tier`; the one in `source_tier` stays."""
 
-    source_tier: str
-    target_tier: str
-    token_ids: tuple[int, ...] = ()
-    lora_name: str | None = None
+    source_tier: ShortName
+    target_tier: ShortName
+    token_ids: TokenIds = ()
+    lora_name: ShortName | None = None
 
 
 KVCEvent = Insert | Delete | Move | Copy
-
-
-class EventLog:
-    """Events since the last `take`, in order.
-
-    Mutable state: the list of pending events. Whoever guards the books guards it. A disabled log
-    drops what it is given, so that nothing grows where nobody listens.
-    """
-
-    def __init__(self, *, enabled: bool) -> None:
-        self.enabled = enabled
-        self._pending: list[KVCEvent] = []
-
-    def __len__(self) -> int:
-        return len(self._pending)
-
-    def append(self, event: KVCEvent) -> None:
-        """Add a fact."""
-        if self.enabled:
-            self._pending.append(event)
-
-    def take(self) -> list[KVCEvent]:
-        """All pending events; they are the caller's now."""
-        taken, self._pending = self._pending, []
-        return taken

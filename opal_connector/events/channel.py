@@ -1,0 +1,285 @@
+"""The messages of the native event channel, between an instance and whoever follows it.
+
+An instance publishes `Batch` and `Heartbeat`; to a question it answers with the reply of the same
+name, in one or several parts. All are msgpack arrays with a number for their kind. A `Batch` has
+the next sequence number of its incarnation; a `Heartbeat` has none of its own, and names the last
+batch, so that a lost last batch is noticed.
+"""
+
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+
+from opal_connector.events.facts import Digest, KVCEvent, ObjectFact, ShortName
+from opal_connector.keys import LoraIdentity
+
+FORMAT_VERSION: Final = 1
+BUCKET_COUNT: Final = 256
+MAX_PAYLOAD_BYTES: Final = 16 << 20
+MAX_BATCH_EVENTS: Final = 8_192
+NAMES_LIMIT: Final = 64
+
+_Buckets = Annotated[bytes, msgspec.Meta(min_length=2_048, max_length=2_048)]
+
+
+class TierDescription(msgspec.Struct, frozen=True, array_like=True):
+    """One tier of an instance, as far as others must know it.
+
+    What a persistent tier holds survives the process. `shared_id` names the medium of a shared tier
+    for everybody who mounts it, and is empty for a tier of the instance alone.
+    """
+
+    name: ShortName
+    is_persistent: bool = False
+    shared_id: ShortName = ""
+
+
+class GroupDescription(msgspec.Struct, frozen=True, array_like=True):
+    """One kv cache group; `kind` is vLLM's name of its spec, such as `full_attention`."""
+
+    group: int
+    kind: ShortName
+
+
+class InstanceDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """Who publishes, and what a consumer needs to make sense of it.
+
+    `instance_id` outlives a restart, `incarnation` does not. `adapters` are those seen so far:
+    their names alone do not tell two of them apart.
+    """
+
+    instance_id: ShortName
+    incarnation: int
+    model: ShortName
+    block_tokens: int
+    chunk_blocks: int = 1
+    namespace: Digest = b""
+    tiers: Annotated[tuple[TierDescription, ...], msgspec.Meta(max_length=NAMES_LIMIT)] = ()
+    groups: Annotated[tuple[GroupDescription, ...], msgspec.Meta(max_length=NAMES_LIMIT)] = (
+        GroupDescription(0, "full_attention"),
+    )
+    adapters: Annotated[tuple[LoraIdentity, ...], msgspec.Meta(max_length=4_096)] = ()
+
+
+class TierLoad(msgspec.Struct, frozen=True, array_like=True):
+    """How full a tier is, and how fast it was; None where nothing was measured yet."""
+
+    tier: ShortName
+    used_bytes: int
+    capacity_bytes: int
+    load_seconds_per_byte: float | None = None
+    store_seconds_per_byte: float | None = None
+
+
+class SystemEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """The load of an instance now.
+
+    `queue_depth` counts all requests that are not finished, `device_usage` is the part of the
+    device's KV blocks in use. `prefill_tokens_per_second` is None until it was measured;
+    `chunk_bytes` is what one chunk of all groups takes in a tier.
+    """
+
+    queue_depth: int = 0
+    running: int = 0
+    waiting: int = 0
+    device_usage: float = 0.0
+    prefill_tokens_per_second: float | None = None
+    chunk_bytes: int = 0
+    tiers: Annotated[tuple[TierLoad, ...], msgspec.Meta(max_length=NAMES_LIMIT)] = ()
+
+
+class TierDigest(msgspec.Struct, frozen=True, array_like=True):
+    """A fingerprint of the blocks that one tier holds of one kv group.
+
+    A block falls into the bucket of its hash's first byte; a bucket is the XOR of the first eight
+    bytes of its hashes as little-endian integers. While `is_complete` is false the tier is still
+    finding out what it holds from before, and what is missing is not gone.
+    """
+
+    group: int
+    tier: ShortName
+    block_count: int
+    buckets: _Buckets
+    is_complete: bool = True
+
+
+Digests = Annotated[tuple[TierDigest, ...], msgspec.Meta(max_length=1_024)]
+
+
+# ---- published ----
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    version: int
+
+
+class Batch(_Message, frozen=True, tag=1):
+    """Events in the order in which they became true. `published_at` is wall time, for reports."""
+
+    instance_id: ShortName
+    model: ShortName
+    incarnation: int
+    sequence: int
+    published_at: float
+    block_tokens: int
+    events: Annotated[tuple[KVCEvent, ...], msgspec.Meta(max_length=MAX_BATCH_EVENTS)]
+
+
+class Heartbeat(_Message, frozen=True, tag=2):
+    """Load and digests after batch `sequence` (-1: none yet).
+
+    `revision` grows whenever the description has changed.
+    """
+
+    instance_id: ShortName
+    incarnation: int
+    sequence: int
+    published_at: float
+    revision: int
+    system: SystemEvent
+    digests: Digests
+
+
+Published = Batch | Heartbeat
+
+
+# ---- questions ----
+
+
+class AskDescription(_Message, frozen=True, tag=10):
+    """Who are you?"""
+
+    request_id: int
+
+
+class AskReplay(_Message, frozen=True, tag=11):
+    """All batches from `first_sequence` on that you still have."""
+
+    request_id: int
+    first_sequence: int
+
+
+class AskDigests(_Message, frozen=True, tag=12):
+    """The digests of all tiers, now."""
+
+    request_id: int
+
+
+class AskContents(_Message, frozen=True, tag=13):
+    """What one tier holds of one group, of some buckets (numbers as bytes) or, empty, of all."""
+
+    request_id: int
+    group: int
+    tier: ShortName
+    buckets: Annotated[bytes, msgspec.Meta(max_length=BUCKET_COUNT)] = b""
+
+
+Question = AskDescription | AskReplay | AskDigests | AskContents
+
+
+# ---- replies ----
+
+
+class Description(_Message, frozen=True, tag=20):
+    """Who publishes where.
+
+    `publish_endpoint` may name no host (`tcp://*:5602`): then it is the host that was asked.
+    """
+
+    request_id: int
+    instance: InstanceDescription
+    publish_endpoint: str
+    heartbeat_seconds: float
+    revision: int
+    sequence: int
+
+
+class Replay(_Message, frozen=True, tag=21):
+    """Encoded batches in order; an end without any says that the first one is not kept any more."""
+
+    request_id: int
+    incarnation: int
+    batches: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_BATCH_EVENTS)]
+    is_last: bool
+
+
+class DigestsNow(_Message, frozen=True, tag=22):
+    """Digests as they were after batch `sequence`."""
+
+    request_id: int
+    incarnation: int
+    sequence: int
+    digests: Digests
+
+
+class Contents(_Message, frozen=True, tag=23):
+    """A part of what a tier holds.
+
+    It is true at batch `sequence` or later: whoever applies it goes on with the batches behind
+    that, all of them, and is right then. `shared_blocks` is 0; blocks may be named twice. Where
+    buckets were asked for, facts are single blocks. `is_complete` as in `TierDigest`.
+    """
+
+    request_id: int
+    incarnation: int
+    sequence: int
+    facts: Annotated[tuple[ObjectFact, ...], msgspec.Meta(max_length=1 << 17)]
+    is_last: bool
+    is_complete: bool = True
+
+
+class Refused(_Message, frozen=True, tag=24):
+    """The question cannot be answered; `reason` is for a person."""
+
+    request_id: int
+    reason: str
+
+
+Reply = Description | Replay | DigestsNow | Contents | Refused
+
+_Kind = TypeVar("_Kind", bound=_Message)
+
+_encoder = msgspec.msgpack.Encoder()
+_published = msgspec.msgpack.Decoder(Published)
+_question = msgspec.msgpack.Decoder(Question)
+_reply = msgspec.msgpack.Decoder(Reply)
+
+
+class MessageError(ValueError):
+    """A message that this version cannot read; the text says why."""
+
+
+def encode_message(message: Published | Question | Reply) -> bytes:
+    """The wire form of a message."""
+    return _encoder.encode(message)
+
+
+def decode_published(payload: bytes) -> Published:
+    """Read a published message.
+
+    Raises:
+        MessageError: It is too long, malformed, or of another format version.
+    """
+    return _decoded(_published, payload)
+
+
+def decode_question(payload: bytes) -> Question:
+    """Read a question; raises as `decode_published`."""
+    return _decoded(_question, payload)
+
+
+def decode_reply(payload: bytes) -> Reply:
+    """Read a reply; raises as `decode_published`."""
+    return _decoded(_reply, payload)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_Kind], payload: bytes) -> _Kind:
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise MessageError(f"{len(payload)} bytes, at most {MAX_PAYLOAD_BYTES} are read")
+    try:
+        message = decoder.decode(payload)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise MessageError(f"not a message of the event channel: {error}") from error
+    if message.version != FORMAT_VERSION:
+        raise MessageError(f"format version {message.version}, this reads {FORMAT_VERSION}")
+    return message
