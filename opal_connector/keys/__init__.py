@@ -11,6 +11,7 @@ from opal_connector.keys.chain import (
     RequestIdentity,
     TokenChain,
     canonical_extras,
+    packed_tokens,
 )
 from opal_connector.keys.database import ChunkSpan, OpalTokenDatabase
 from opal_connector.keys.metadata import OpalCacheEngineKey, OpalEngineMetadata
@@ -29,5 +30,6 @@ __all__ = [
     "TokenChain",
     "canonical_extras",
     "directory_fingerprint",
+    "packed_tokens",
     "weights_fingerprint",
 ]

@@ -75,7 +75,7 @@ def canonical_extras(identity: RequestIdentity, *, block_index: int, block_token
     return b"".join(parts)
 
 
-def _packed(tokens: Sequence[int]) -> bytes:
+def packed_tokens(tokens: Sequence[int]) -> bytes:
     """Tokens as uint32-LE bytes."""
     packed = array("I")
     packed.fromlist(tokens if isinstance(tokens, list) else list(tokens))  # faster than array(...)
@@ -120,7 +120,7 @@ class TokenChain:
         stop = len(tokens) // block_tokens
         if stop <= first:
             return 0
-        raw = _packed(tokens[first * block_tokens : stop * block_tokens])
+        raw = packed_tokens(tokens[first * block_tokens : stop * block_tokens])
         width = 4 * block_tokens
         parent = hashes[-1] if hashes else CHAIN_ROOT
         append = hashes.append
