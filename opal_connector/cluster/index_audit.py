@@ -1,7 +1,12 @@
-"""The auditor of a prefix index: recomputes what the index keeps up to date."""
+"""The auditors of the index: they recompute what it keeps up to date."""
 
+from collections.abc import Iterable
+
+from opal_connector.cluster.block_book import BlockBook
 from opal_connector.cluster.index import PrefixIndex
 from opal_connector.cluster.segments import MAX_SEGMENT_BLOCKS, Segment
+from opal_connector.cluster.worker_state import OpalWorkerState
+from opal_connector.events.digests import BucketDigests
 from opal_connector.keys import CHAIN_ROOT
 
 
@@ -31,6 +36,30 @@ def audit_index(index: PrefixIndex) -> None:
     for segment in segments:
         _audit_links(segment)
         _audit_reach(index, segment)
+
+
+def audit_book(book: BlockBook, states: Iterable[OpalWorkerState]) -> None:
+    """Compare what is counted and fingerprinted by worker with what the indexes hold.
+
+    Raises:
+        AssertionError: They contradict each other.
+    """
+    held: set[tuple[int, int, int]] = set()
+    for state in states:
+        for (group, tier), place in state.places.items():
+            hashes = [found for _, found in book.contents(state, group, tier, b"")]
+            digest = BucketDigests()
+            digest.flip_all(hashes)
+            assert len(hashes) == place.block_count
+            assert digest.buckets() == place.digest.buckets()
+            held.add((id(place.index), place.column, place.bit))
+    for index in book.indexes():
+        audit_index(index)
+        for segment in index.tree:
+            for column, mask in enumerate(segment.held):
+                while mask:
+                    assert (id(index), column, mask & -mask) in held, "held by nobody"
+                    mask &= mask - 1
 
 
 def _audit_links(segment: Segment) -> None:

@@ -1,0 +1,137 @@
+"""Where blocks can be: the tiers of the workers that serve one model, as columns and bits."""
+
+from collections.abc import Iterable, Mapping
+
+from opal_connector.cluster.index import DEVICE_COLUMN, PrefixIndex
+from opal_connector.events import DEVICE_TIER
+from opal_connector.events.channel import InstanceDescription, TierDescription
+from opal_connector.keys import LoraIdentity
+
+_SCORED_KINDS = frozenset({"full_attention", "mla_attention"})
+_REMEMBERED_MASKS = 65_536
+
+
+class ModelPlaces:
+    """The workers of one model and block size: their bits, the columns of their tiers, the indexes.
+
+    A tier of the workers' own has one column for all who have one of that name, a shared one has a
+    column per medium. Mutable state: all of that, and which workers are live; used by one thread.
+    """
+
+    def __init__(self, model: str, block_tokens: int) -> None:
+        self.model = model
+        self.block_tokens = block_tokens
+        self.indexes: dict[int, PrefixIndex] = {}
+        self.live_mask = 0
+        self._descriptions: dict[str, InstanceDescription] = {}
+        self._bits: dict[str, int] = {}
+        self._columns: dict[tuple[str, str], int] = {(DEVICE_TIER, ""): DEVICE_COLUMN}
+        self._names: dict[int, tuple[str, ...]] = {}
+
+    # ---- workers ----
+
+    def enter(self, description: InstanceDescription) -> None:
+        """A worker is here, or is described anew. What it holds is not touched."""
+        worker_id = description.instance_id
+        if worker_id not in self._bits:
+            taken = set(self._bits.values())
+            bit = 1
+            while bit in taken:
+                bit <<= 1
+            self._bits[worker_id] = bit
+            self._names.clear()
+        self._descriptions[worker_id] = description
+        self._mount()
+
+    def leave(self, worker_id: str) -> None:
+        """A worker that holds nothing any more is gone."""
+        self.set_live(worker_id, is_live=False)
+        del self._descriptions[worker_id], self._bits[worker_id]
+        self._names.clear()
+        self._mount()
+
+    def set_live(self, worker_id: str, *, is_live: bool) -> None:
+        """Whether a worker is to be scored."""
+        bit = self._bits[worker_id]
+        self.live_mask = self.live_mask | bit if is_live else self.live_mask & ~bit
+
+    def bit(self, worker_id: str) -> int:
+        """The worker's bit in every mask."""
+        return self._bits[worker_id]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody is left."""
+        return not self._bits
+
+    def names(self, mask: int) -> tuple[str, ...]:
+        """The workers of a mask."""
+        found = self._names.get(mask)
+        if found is None:
+            found = tuple(worker for worker, bit in self._bits.items() if bit & mask)
+            if len(self._names) >= _REMEMBERED_MASKS:
+                self._names.clear()
+            self._names[mask] = found
+        return found
+
+    # ---- tiers ----
+
+    def column(self, tier: TierDescription) -> int:
+        """The column of a tier."""
+        return self._columns.setdefault((tier.name, tier.shared_id), len(self._columns))
+
+    def tier_columns(self, worker_id: str) -> list[tuple[str, int, bool]]:
+        """A worker's tiers besides the device, the fastest first: name, column, is it shared."""
+        return [
+            (tier.name, self.column(tier), bool(tier.shared_id))
+            for tier in self._descriptions[worker_id].tiers
+            if tier.name != DEVICE_TIER
+        ]
+
+    def index(self, group: int) -> PrefixIndex:
+        """The index of a kv group."""
+        index = self.indexes.get(group)
+        if index is None:
+            index = self.indexes[group] = PrefixIndex()
+            self._mount()
+        return index
+
+    def scored_groups(self) -> list[int]:
+        """The groups whose blocks must be there from the start, as any worker describes them."""
+        return sorted(
+            {
+                group.group
+                for description in self._descriptions.values()
+                for group in description.groups
+                if group.kind in _SCORED_KINDS
+            }
+        )
+
+    def adapters(self, lora_name: str | None) -> Mapping[LoraIdentity | None, int]:
+        """Which weights an adapter's name means, and at which workers.
+
+        A worker that has not said so is one that knows adapters by their names alone.
+        """
+        if lora_name is None:
+            return {None: -1}
+        meant: dict[LoraIdentity | None, int] = {}
+        for worker_id, description in self._descriptions.items():
+            named = [lora for lora in description.adapters if lora.name == lora_name]
+            lora = named[-1] if named else LoraIdentity(lora_name, "", "")
+            meant[lora] = meant.get(lora, 0) | self._bits[worker_id]
+        return meant
+
+    def _mount(self) -> None:
+        mounts: dict[int, int] = {}
+        for worker_id, description in self._descriptions.items():
+            for tier in _shared(description.tiers):
+                column = self.column(tier)
+                mounts[column] = mounts.get(column, 0) | self._bits[worker_id]
+        for (_, shared_id), column in self._columns.items():
+            if shared_id:
+                for index in self.indexes.values():
+                    index.set_mounts(column, mounts.get(column, 0))
+
+
+def _shared(tiers: Iterable[TierDescription]) -> list[TierDescription]:
+    return [tier for tier in tiers if tier.shared_id]
