@@ -5,13 +5,54 @@ kept up to date with every change. Along a sequence these sets only shrink, so w
 serve is where it drops out, and a match costs one look per segment, whatever holes there are.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from opal_connector.cluster.segments import MAX_SEGMENT_BLOCKS, Masks, Segment, SegmentTree
 from opal_connector.keys import CHAIN_ROOT
 
 DEVICE_COLUMN = 0
 _EVERYBODY = -1
+_WALK = 4  # segments without a change before leaps are tried
+_FIRST_LEAP = 16  # blocks
+_REMEMBERED_MASKS = 65_536
+
+
+class WorkerNames:
+    """The workers that bits stand for.
+
+    Mutable state: the bits, and in `known` the workers of masks that were asked for, bounded; used
+    by one thread.
+    """
+
+    def __init__(self) -> None:
+        self.bits: dict[str, int] = {}
+        self.known: dict[int, tuple[str, ...]] = {}
+
+    def add(self, worker_id: str) -> None:
+        """Give a worker the lowest free bit; one that has a bit keeps it."""
+        if worker_id in self.bits:
+            return
+        taken = set(self.bits.values())
+        bit = 1
+        while bit in taken:
+            bit <<= 1
+        self.bits[worker_id] = bit
+        self.known.clear()
+
+    def discard(self, worker_id: str) -> None:
+        """Take a worker's bit back."""
+        del self.bits[worker_id]
+        self.known.clear()
+
+    def of(self, mask: int) -> tuple[str, ...]:
+        """The workers of a mask."""
+        found = self.known.get(mask)
+        if found is None:
+            found = tuple(worker_id for worker_id, bit in self.bits.items() if bit & mask)
+            if len(self.known) >= _REMEMBERED_MASKS:
+                self.known.clear()
+            self.known[mask] = found
+        return found
 
 
 class PrefixIndex:
@@ -140,14 +181,51 @@ class PrefixIndex:
             if segment is None or not segment.reach & workers:
                 return
             own = segment.hashes
-            length = len(own)
-            stop = start + length
-            if stop <= count and hashes[stop - 1] == own[-1]:
-                yield stop, segment
-                start = stop
-                continue
-            yield start + _parting(own, hashes, start), segment
-            return
+            stop = start + len(own)
+            if stop > count or hashes[stop - 1] != own[-1]:
+                yield start + _parting(own, hashes, start), segment
+                return
+            yield stop, segment
+            start = stop
+
+    def depths(self, hashes: Sequence[bytes], workers: int, names: WorkerNames) -> dict[str, int]:
+        """Per worker the blocks from the start of a sequence that it reaches, if any.
+
+        From one change to the next it walks a few segments, and leaps where there are more: what
+        is reached only shrinks along a sequence, so a leap over no change has missed none.
+        """
+        get, known = self.tree.blocks.get, names.known.get
+        found: dict[str, int] = {}
+        count = len(hashes)
+        segment = get(hashes[0]) if count else None
+        alive = workers & segment.reach if segment is not None else 0
+        start = 0  # the head of `segment`, which all of `alive` reach
+        while alive and segment is not None:
+            walk = _WALK
+            while True:  # until something changes at `stop`
+                own = segment.hashes
+                length = len(own)
+                stop = start + length
+                if stop >= count or (length > 1 and hashes[stop - 1] != own[-1]):
+                    stop = start + _parting(own, hashes, start)
+                    following, left = None, 0
+                    break
+                following = get(hashes[stop])
+                left = alive & following.reach if following is not None else 0
+                if left != alive:
+                    break
+                segment, start = following, stop
+                if not walk:
+                    stop = _leap(get, hashes, start, alive)
+                    following = get(hashes[stop]) if stop < count else None
+                    left = alive & following.reach if following is not None else 0
+                    break
+                walk -= 1
+            dropped = alive ^ left
+            for name in known(dropped) or names.of(dropped):
+                found[name] = stop
+            alive, segment, start = left, following, stop
+        return found
 
     def served_by(self, column: int, holders: int) -> int:
         """The workers that can serve what these hold in a column."""
@@ -272,3 +350,28 @@ def _parting(own: list[bytes], hashes: Sequence[bytes], start: int) -> int:
         else:
             differs = middle
     return alike
+
+
+def _leap(
+    get: Callable[[bytes], Segment | None], hashes: Sequence[bytes], inside: int, workers: int
+) -> int:
+    """The first block behind `inside` that not all of `workers` reach."""
+    count = len(hashes)
+    leap = _FIRST_LEAP
+    outside = inside + leap
+    while outside < count:
+        segment = get(hashes[outside])
+        if segment is None or segment.reach & workers != workers:
+            break
+        inside = outside
+        leap += leap
+        outside = inside + leap
+    outside = min(outside, count)
+    while outside - inside > 1:
+        middle = (inside + outside) >> 1
+        segment = get(hashes[middle])
+        if segment is None or segment.reach & workers != workers:
+            outside = middle
+        else:
+            inside = middle
+    return outside

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from opal_connector.cluster.block_book import BlockBook
 from opal_connector.cluster.index_audit import audit_book
-from opal_connector.cluster.matching import matched_blocks, merged, worker_matches
+from opal_connector.cluster.matching import merged, worker_matches
 from opal_connector.cluster.places import ModelPlaces
 from opal_connector.cluster.request import PrefixRequest, Replaced, WorkerMatch
 from opal_connector.cluster.worker_state import OpalWorkerState
@@ -221,7 +221,7 @@ class KVBM:
         found: dict[str, int] | None = None
         for group in places.scored_groups():
             mask = workers & places.live_mask
-            blocks = matched_blocks(places, places.index(group), hashes, mask)
+            blocks = places.index(group).depths(hashes, mask, places.names)
             if found is not None:
                 blocks = {name: min(found[name], blocks[name]) for name in found.keys() & blocks}
             found = blocks

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 
-from opal_connector.cluster.index import DEVICE_COLUMN, PrefixIndex
+from opal_connector.cluster.index import DEVICE_COLUMN, PrefixIndex, WorkerNames
 from opal_connector.events import DEVICE_TIER
 from opal_connector.events.channel import InstanceDescription, TierDescription
 from opal_connector.keys import LoraIdentity
 
 _SCORED_KINDS = frozenset({"full_attention", "mla_attention"})
-_REMEMBERED_MASKS = 65_536
+
+TierColumn = tuple[str, int, bool]  # its name, its column, whether it is shared
 
 
 class ModelPlaces:
@@ -24,55 +25,39 @@ class ModelPlaces:
         self.indexes: dict[int, PrefixIndex] = {}
         self.live_mask = 0
         self._descriptions: dict[str, InstanceDescription] = {}
-        self._bits: dict[str, int] = {}
+        self.names = WorkerNames()
         self._columns: dict[tuple[str, str], int] = {(DEVICE_TIER, ""): DEVICE_COLUMN}
-        self._names: dict[int, tuple[str, ...]] = {}
+        self._orders: list[tuple[tuple[TierColumn, ...], int]] | None = None
 
     # ---- workers ----
 
     def enter(self, description: InstanceDescription) -> None:
         """A worker is here, or is described anew. What it holds is not touched."""
         worker_id = description.instance_id
-        if worker_id not in self._bits:
-            taken = set(self._bits.values())
-            bit = 1
-            while bit in taken:
-                bit <<= 1
-            self._bits[worker_id] = bit
-            self._names.clear()
+        self.names.add(worker_id)
         self._descriptions[worker_id] = description
         self._mount()
 
     def leave(self, worker_id: str) -> None:
         """A worker that holds nothing any more is gone."""
         self.set_live(worker_id, is_live=False)
-        del self._descriptions[worker_id], self._bits[worker_id]
-        self._names.clear()
+        del self._descriptions[worker_id]
+        self.names.discard(worker_id)
         self._mount()
 
     def set_live(self, worker_id: str, *, is_live: bool) -> None:
         """Whether a worker is to be scored."""
-        bit = self._bits[worker_id]
+        bit = self.names.bits[worker_id]
         self.live_mask = self.live_mask | bit if is_live else self.live_mask & ~bit
 
     def bit(self, worker_id: str) -> int:
         """The worker's bit in every mask."""
-        return self._bits[worker_id]
+        return self.names.bits[worker_id]
 
     @property
     def is_empty(self) -> bool:
         """Whether nobody is left."""
-        return not self._bits
-
-    def names(self, mask: int) -> tuple[str, ...]:
-        """The workers of a mask."""
-        found = self._names.get(mask)
-        if found is None:
-            found = tuple(worker for worker, bit in self._bits.items() if bit & mask)
-            if len(self._names) >= _REMEMBERED_MASKS:
-                self._names.clear()
-            self._names[mask] = found
-        return found
+        return not self.names.bits
 
     # ---- tiers ----
 
@@ -80,13 +65,19 @@ class ModelPlaces:
         """The column of a tier."""
         return self._columns.setdefault((tier.name, tier.shared_id), len(self._columns))
 
-    def tier_columns(self, worker_id: str) -> list[tuple[str, int, bool]]:
-        """A worker's tiers besides the device, the fastest first: name, column, is it shared."""
-        return [
-            (tier.name, self.column(tier), bool(tier.shared_id))
-            for tier in self._descriptions[worker_id].tiers
-            if tier.name != DEVICE_TIER
-        ]
+    def tier_orders(self) -> list[tuple[tuple[TierColumn, ...], int]]:
+        """The tiers besides the device, the fastest first, and the workers that have them so."""
+        if self._orders is None:
+            orders: dict[tuple[TierColumn, ...], int] = {}
+            for worker_id, description in self._descriptions.items():
+                order = tuple(
+                    (tier.name, self.column(tier), bool(tier.shared_id))
+                    for tier in description.tiers
+                    if tier.name != DEVICE_TIER
+                )
+                orders[order] = orders.get(order, 0) | self.names.bits[worker_id]
+            self._orders = list(orders.items())
+        return self._orders
 
     def index(self, group: int) -> PrefixIndex:
         """The index of a kv group."""
@@ -118,15 +109,16 @@ class ModelPlaces:
         for worker_id, description in self._descriptions.items():
             named = [lora for lora in description.adapters if lora.name == lora_name]
             lora = named[-1] if named else LoraIdentity(lora_name, "", "")
-            meant[lora] = meant.get(lora, 0) | self._bits[worker_id]
+            meant[lora] = meant.get(lora, 0) | self.names.bits[worker_id]
         return meant
 
     def _mount(self) -> None:
+        self._orders = None
         mounts: dict[int, int] = {}
         for worker_id, description in self._descriptions.items():
             for tier in _shared(description.tiers):
                 column = self.column(tier)
-                mounts[column] = mounts.get(column, 0) | self._bits[worker_id]
+                mounts[column] = mounts.get(column, 0) | self.names.bits[worker_id]
         for (_, shared_id), column in self._columns.items():
             if shared_id:
                 for index in self.indexes.values():

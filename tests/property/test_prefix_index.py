@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opal_connector.cluster.index import PrefixIndex
+from opal_connector.cluster.index import PrefixIndex, WorkerNames
 from opal_connector.cluster.index_audit import audit_index
 from opal_connector.keys import CHAIN_ROOT
 
@@ -14,6 +14,9 @@ WORKERS = 3
 COLUMNS = 3  # the device, a tier of the worker's own, a shared one
 SHARED = 2
 MOUNTS = 0b011
+NAMES = WorkerNames()
+for number in range(WORKERS):
+    NAMES.add(str(number))
 
 
 def block_tree(seed: int, count: int) -> list[tuple[bytes, bytes]]:
@@ -68,6 +71,8 @@ def index_depths(index: PrefixIndex, path: list[bytes], worker: int) -> tuple[in
             device = stop
         if segment.reach >> worker & 1:
             end = stop
+    depths = index.depths(path, 1 << worker, NAMES)
+    assert depths == ({str(worker): end} if end else {})
     return device, end
 
 
@@ -101,6 +106,9 @@ def expect_equal(index: PrefixIndex, model: Model) -> None:
         path = model.path(name)
         for worker in range(WORKERS):
             assert index_depths(index, path, worker) == model.depths(path, worker)
+        depths = index.depths([*path, b"?" * 32], -1, NAMES)
+        for worker in range(WORKERS):
+            assert depths.get(str(worker), 0) == model.depths(path, worker)[1]
 
 
 @settings(max_examples=400, deadline=None)
