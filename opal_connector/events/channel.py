@@ -195,12 +195,16 @@ class Description(_Message, frozen=True, tag=20):
 
 
 class Replay(_Message, frozen=True, tag=21):
-    """Encoded batches in order; an end without any says that the first one is not kept any more."""
+    """Encoded batches in order; an end without any says that the first one is not kept any more.
+
+    `part` counts the parts of one answer from 0, so that one that is lost is noticed.
+    """
 
     request_id: int
     incarnation: int
     batches: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_BATCH_EVENTS)]
     is_last: bool
+    part: int = 0
 
 
 class DigestsNow(_Message, frozen=True, tag=22):
@@ -217,7 +221,8 @@ class Contents(_Message, frozen=True, tag=23):
 
     It is true at batch `sequence` or later: whoever applies it goes on with the batches behind
     that, all of them, and is right then. `shared_blocks` is 0; blocks may be named twice. Where
-    buckets were asked for, facts are single blocks. `is_complete` as in `TierDigest`.
+    buckets were asked for, facts are single blocks. `is_complete` as in `TierDigest`, `part` as in
+    `Replay`.
     """
 
     request_id: int
@@ -226,6 +231,7 @@ class Contents(_Message, frozen=True, tag=23):
     facts: Annotated[tuple[ObjectFact, ...], msgspec.Meta(max_length=1 << 17)]
     is_last: bool
     is_complete: bool = True
+    part: int = 0
 
 
 class Refused(_Message, frozen=True, tag=24):

@@ -1,0 +1,1 @@
+"""Feeding an index: what instances publish, followed through losses, restarts and resets."""
