@@ -105,7 +105,7 @@ class BlockBook:
             place.digest.flip(run)
         else:
             state.repeated_inserts += len(hashes) - len(changed)
-            place.digest.flip_all(changed)
+            place.digest.flip(b"".join(changed))
         place.block_count += len(changed)
 
     def delete(
@@ -115,10 +115,8 @@ class BlockBook:
         run = fact.block_hashes[shared_blocks * HASH_BYTES :]
         hashes = split_run(run)
         place = state.places.get((fact.group, tier))
-        if place is None:
-            state.unknown_deletes += len(hashes)
-            return
-        state.unknown_deletes += len(hashes) - self._remove(place, hashes)
+        changed = self._remove(place, hashes, run) if place is not None else 0
+        state.unknown_deletes += len(hashes) - changed
 
     def clear(self, state: OpalWorkerState, group: int, tier: str) -> int:
         """Nothing is in a tier any more; says how many blocks left it."""
@@ -178,15 +176,15 @@ class BlockBook:
             if block_hash not in named
         ]
         if extra:
-            self._remove(state.places[group, tier], extra)
+            self._remove(state.places[group, tier], extra, b"".join(extra))
         return Replaced(added_blocks, len(extra))
 
     # ---- inside ----
 
     @staticmethod
-    def _remove(place: Place, hashes: list[bytes]) -> int:
+    def _remove(place: Place, hashes: list[bytes], run: bytes) -> int:
         changed = place.index.delete(place.column, place.bit, hashes)
-        place.digest.flip_all(changed)
+        place.digest.flip(run if len(changed) == len(hashes) else b"".join(changed))
         place.block_count -= len(changed)
         return len(changed)
 

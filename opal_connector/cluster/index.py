@@ -263,9 +263,12 @@ class PrefixIndex:
     def _release(self, segment: Segment, start: int, stop: int, column: int, bit: int) -> None:
         tree = self.tree
         remaining = _with(segment.held, column, _mask(segment.held, column) & ~bit)
-        if not remaining and start and stop == len(segment.hashes) and segment.children is None:
-            tree.cut_tail(segment, start)
-            return
+        if start and stop == len(segment.hashes):
+            if not remaining and segment.children is None:
+                tree.cut_tail(segment, start)
+                return
+            if remaining and tree.shift_tail(segment, start, remaining):
+                return
         part = tree.carve(segment, start, stop)
         part.held = remaining
         if remaining:
@@ -330,7 +333,9 @@ def _with(held: Masks, column: int, mask: int) -> Masks:
 def _common(segment: Segment, hashes: list[bytes], start: int) -> tuple[int, int]:
     """Where `hashes[start]` lies in its segment, and how far the two go on alike."""
     own = segment.hashes
-    offset = segment.offset(hashes[start])
+    offset = len(own) - len(hashes) + start  # if both end together, as where a tail leaves
+    if offset < 0 or own[offset] != hashes[start]:
+        offset = segment.offset(hashes[start])
     length = min(len(own) - offset, len(hashes) - start)
     if length == 1 or own[offset : offset + length] == hashes[start : start + length]:
         return offset, start + length

@@ -3,6 +3,7 @@
 A place is one tier of one worker: a column (the tier) and a bit (the worker) of a mask.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -142,8 +143,7 @@ class SegmentTree:
         """
         self._unhang(segment)
         self.segment_count -= 1
-        for block_hash in segment.hashes:
-            del self.blocks[block_hash]
+        self._forget(segment.hashes)
         waiting = list(segment.children or ())
         segment.children = None
         for child in waiting:
@@ -152,9 +152,29 @@ class SegmentTree:
 
     def cut_tail(self, segment: Segment, at: int) -> None:
         """Forget the blocks from `at` on of a segment that has no children."""
-        for block_hash in segment.hashes[at:]:
-            del self.blocks[block_hash]
+        self._forget(segment.hashes[at:])
         del segment.hashes[at:]
+
+    def shift_tail(self, segment: Segment, at: int, held: Masks) -> bool:
+        """Give the blocks from `at` on to the only child, if it is held as they are to be.
+
+        It is what a worker that evicts from the tail needs at every block.
+        """
+        children = segment.children
+        if children is None or len(children) != 1:
+            return False
+        (child,) = children
+        moved = segment.hashes[at:]
+        if child.held != held or len(child.hashes) + len(moved) > MAX_SEGMENT_BLOCKS:
+            return False
+        child.hashes[:0] = moved
+        del segment.hashes[at:]
+        child.parent_hash = segment.hashes[-1]
+        self.blocks.update(dict.fromkeys(moved, child))
+        return True
+
+    def _forget(self, hashes: list[bytes]) -> None:
+        deque(map(self.blocks.__delitem__, hashes), maxlen=0)
 
     def _like(self, segment: Segment, hashes: list[bytes]) -> Segment:
         part = Segment(hashes, segment.held, b"")
