@@ -5,6 +5,7 @@ a tier and withdrawn when it ceases to be, exactly once each, also where two chu
 """
 
 from collections.abc import Iterable
+from typing import Final, NamedTuple
 
 import msgspec
 from vllm.distributed.kv_events import (
@@ -14,11 +15,36 @@ from vllm.distributed.kv_events import (
     BlockStored,
     KVCacheEvent,
 )
+from vllm.v1.core.kv_cache_utils import BlockHash, ExternalBlockHash, maybe_convert_block_hash
 
 from opal_connector.events import Copy, Delete, Insert, KVCEvent, Move, ObjectFact
 from opal_connector.keys import CHAIN_ROOT, HASH_BYTES
 
-_MEDIA = {"CPUMemory": MEDIUM_CPU}
+LOCAL: Final = "LOCAL"
+REMOTE: Final = "REMOTE"
+
+
+class TierName(NamedTuple):
+    """How vLLM's events name a tier; of the tiers of one instance no two have the same.
+
+    `ownership` names a secondary tier, and routers give less for those or pass them over. So only a
+    tier that is not the instance's own has one; its own are told apart by the medium.
+    """
+
+    medium: str
+    locality: str
+    ownership: str | None = None
+
+
+_NAMES = {
+    "CPUMemory": TierName(MEDIUM_CPU, LOCAL),
+    "LocalNVMe": TierName(MEDIUM_STORAGE, LOCAL),
+}
+
+
+def tier_name(tier: str) -> TierName:
+    """The name of a tier in vLLM's events."""
+    return _NAMES.get(tier) or TierName(MEDIUM_STORAGE, REMOTE, tier)
 
 
 def host_events(events: Iterable[KVCEvent], block_tokens: int) -> list[KVCacheEvent]:
@@ -39,12 +65,21 @@ def host_events(events: Iterable[KVCEvent], block_tokens: int) -> list[KVCacheEv
     return translated
 
 
-def _own_hashes(fact: ObjectFact) -> list[bytes]:
+def _own_hashes(fact: ObjectFact) -> list[ExternalBlockHash]:
     """The hashes of the blocks that no other object of the tier holds."""
     return [
-        fact.block_hashes[start : start + HASH_BYTES]
+        external_hash(fact.block_hashes[start : start + HASH_BYTES])
         for start in range(fact.shared_blocks * HASH_BYTES, len(fact.block_hashes), HASH_BYTES)
     ]
+
+
+def external_hash(digest: bytes) -> ExternalBlockHash:
+    """A digest in the form in which vLLM publishes its own hashes.
+
+    Routers that know only one form cannot read a whole batch in which it is another one, the
+    device's events in it included.
+    """
+    return maybe_convert_block_hash(BlockHash(digest))
 
 
 def _stored(
@@ -57,21 +92,23 @@ def _stored(
     hashes = _own_hashes(fact)
     if not hashes:
         return []
-    parent: bytes | None = fact.parent_hash if fact.parent_hash != CHAIN_ROOT else None
+    parent = external_hash(fact.parent_hash) if fact.parent_hash != CHAIN_ROOT else None
     if fact.shared_blocks:
         end = fact.shared_blocks * HASH_BYTES
-        parent = fact.block_hashes[end - HASH_BYTES : end]
+        parent = external_hash(fact.block_hashes[end - HASH_BYTES : end])
+    name = tier_name(tier)
     return [
         BlockStored(
-            block_hashes=list(hashes),
+            block_hashes=hashes,
             parent_block_hash=parent,
             token_ids=list(token_ids[fact.shared_blocks * block_tokens :]),
             block_size=block_tokens,
             lora_id=None,
-            medium=_MEDIA.get(tier, MEDIUM_STORAGE),
+            medium=name.medium,
             lora_name=lora_name,
             group_idx=fact.group,
-            ownership=tier,
+            locality=name.locality,
+            ownership=name.ownership,
         )
     ]
 
@@ -80,11 +117,13 @@ def _removed(fact: ObjectFact, tier: str) -> list[KVCacheEvent]:
     hashes = _own_hashes(fact)
     if not hashes:
         return []
+    name = tier_name(tier)
     return [
         BlockRemoved(
-            block_hashes=list(hashes),
-            medium=_MEDIA.get(tier, MEDIUM_STORAGE),
+            block_hashes=hashes,
+            medium=name.medium,
             group_idx=fact.group,
-            ownership=tier,
+            locality=name.locality,
+            ownership=name.ownership,
         )
     ]

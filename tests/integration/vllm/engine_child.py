@@ -191,27 +191,31 @@ class EngineCalls:
             "hook_faults": dict(hook_faults),
         }
 
-    def tier_blocks(self, place: int = 0) -> set[bytes]:
-        """The hash of every block that can be read from the tier at that place."""
+    def tier_blocks(self, place: int = 0) -> set[int | bytes]:
+        """Every block that can be read from the tier at that place, as events name it."""
+        from opal_connector.integrations.vllm.kv_events import external_hash
+
         tier = self._half.books.manager.storage.tiers[place]
-        found: set[bytes] = set()
+        found: set[int | bytes] = set()
         for key in tier.index.readable_keys():
             run = tier.get(key).run
-            found.update(run[start : start + 32] for start in range(0, len(run), 32))
+            found.update(external_hash(run[at : at + 32]) for at in range(0, len(run), 32))
         return found
 
-    def replayed_blocks(self, tier: str = "CPUMemory") -> set[bytes]:
+    def replayed_blocks(self, tier: str = "CPUMemory") -> set[int | bytes]:
         """What a consumer of the engine's event stream believes a tier to hold.
 
         Raises an error on an event that no consumer could make sense of: a block that is stored
         twice, removed without having been stored, or that follows a parent that is not there.
         """
-        held: dict[str, set[bytes]] = {}
+        from opal_connector.integrations.vllm.kv_events import tier_name
+
+        held: dict[tuple[str | None, ...], set[int | bytes]] = {}
         for event in self._events:
             kind = type(event).__name__
             if getattr(event, "medium", None) not in {"CPU", "STORAGE"}:
                 continue
-            here = held.setdefault(event.ownership, set())
+            here = held.setdefault((event.medium, event.locality, event.ownership), set())
             hashes = set(event.block_hashes)
             assert len(hashes) == len(event.block_hashes), event
             if kind == "BlockStored":
@@ -225,7 +229,7 @@ class EngineCalls:
             else:
                 assert hashes <= here, f"removed without having been there: {event}"
                 here -= hashes
-        return held.get(tier, set())
+        return held.get(tier_name(tier), set())
 
     def event_counts(self) -> dict[str, int]:
         """Events of the tier by kind."""

@@ -66,12 +66,12 @@ class EventConsumer:
 def _events(payload: bytes) -> list[dict[str, Any]]:
     """The events of a batch that speak of Opal's memory tier."""
     _, events, *_ = msgspec.msgpack.decode(payload)
-    return [event for event in events if event.get("ownership") == "CPUMemory"]
+    return [event for event in events if event.get("medium") == "CPU"]
 
 
-def held_blocks(events: list[dict[str, Any]]) -> set[bytes]:
+def held_blocks(events: list[dict[str, Any]]) -> set[int]:
     """The blocks that the tier holds, if the events are true and make sense in their order."""
-    held: set[bytes] = set()
+    held: set[int] = set()
     for event in events:
         hashes = set(event["block_hashes"])
         assert event["medium"] == "CPU"

@@ -9,7 +9,7 @@ from engine_without_model import Engine
 from transfer_fakes import FailingTier
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm_parts import prompt, replay
+from vllm_parts import announced, prompt, replay
 
 pytestmark = pytest.mark.vllm
 
@@ -29,7 +29,7 @@ def test_events_are_the_contents(tier_blocks: int, chunk_blocks: int) -> None:
             engine.run()
         engine.tier().fails_write = lambda item, number=number: number % 6 == 5
         engine.tier().fails_read = lambda item, number=number: number % 4 == 3
-        assert replay(engine.events) == engine.held_hashes()
+        assert replay(engine.events) == announced(engine.held_hashes())
 
     assert any(isinstance(event, BlockRemoved) for event in engine.events)
     engine.assert_idle()
@@ -47,7 +47,7 @@ def test_events_are_collected_and_then_leave_an_idle_engine() -> None:
     engine.clock.now += 0.51
     engine.step()
 
-    assert replay(engine.events) == engine.held_hashes() != set()
+    assert replay(engine.events) == announced(engine.held_hashes()) != set()
     assert not engine.connector.has_pending_push_work()
     engine.assert_idle()
 
@@ -63,14 +63,14 @@ def test_events_are_dropped_where_nobody_listens() -> None:
 
 
 def test_tier_events_stand_beside_the_device_events() -> None:
-    """The medium tells them apart; a tier's event names the tier and describes itself."""
+    """The medium tells them apart; a tier's event describes itself."""
     engine = Engine()
     engine.generate("a", prompt(1, 64), identity=Identity(salt="x"))
     stored = [event for event in engine.events if isinstance(event, BlockStored)]
     ours = [event for event in stored if event.medium == "CPU"]
 
     assert {event.medium for event in stored} == {"CPU", "GPU"}
-    assert {event.ownership for event in ours} == {"CPUMemory"}
+    assert {event.locality for event in ours} == {"LOCAL"}
     assert all(len(event.token_ids) == 16 * len(event.block_hashes) for event in ours)
 
 

@@ -41,12 +41,13 @@ def server(tmp_path_factory: pytest.TempPathFactory, ports: tuple[int, int]) -> 
         yield running
 
 
-def prefix_blocks(tokens: list[int], held: set[bytes]) -> int:
+def prefix_blocks(tokens: list[int], held: set[int]) -> int:
     """Blocks at a prompt's start that a consumer of the events would expect to hit."""
     chain = OpalTokenDatabase(block_tokens=BLOCK_TOKENS, chunk_blocks=8).chain()
     chain.extend(tokens)
+    names = [int.from_bytes(digest[-8:], "big") for digest in chain.hashes]
     count = 0
-    while count < (len(tokens) - 1) // BLOCK_TOKENS and chain.hashes[count] in held:
+    while count < (len(tokens) - 1) // BLOCK_TOKENS and names[count] in held:
         count += 1
     return count
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -19,6 +19,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import ExternalBlockHash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -26,6 +27,7 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as runner_mixin
 
 from opal_connector.cli.models import ensure_tiny_llama
 from opal_connector.integrations.vllm.connector import OpalConnector
+from opal_connector.integrations.vllm.kv_events import external_hash
 
 Mixin = runner_mixin.KVConnectorModelRunnerMixin
 
@@ -74,9 +76,14 @@ def prompt(seed: int, length: int) -> list[int]:
     return [(seed * 7919 + position * 31) % 30000 + 1 for position in range(length)]
 
 
-def replay(events: list[KVCacheEvent], medium: str = "CPU") -> set[bytes]:
+def announced(digests: Iterable[bytes]) -> set[ExternalBlockHash]:
+    """Blocks by the names that vLLM's event stream has for them."""
+    return {external_hash(digest) for digest in digests}
+
+
+def replay(events: list[KVCacheEvent], medium: str = "CPU") -> set[ExternalBlockHash]:
     """The block hashes that a tier holds after these events, each announced exactly once."""
-    held: set[bytes] = set()
+    held: set[ExternalBlockHash] = set()
     for event in events:
         if not isinstance(event, BlockStored | BlockRemoved) or event.medium != medium:
             continue

@@ -12,9 +12,11 @@ from vllm.distributed.kv_events import (
     BlockStored,
     KVEventBatch,
 )
+from vllm.v1.core.kv_cache_utils import ExternalBlockHash
 
+from opal_connector.config.schema import TIER_NAMES
 from opal_connector.events import Copy, Delete, Insert, Move, ObjectFact
-from opal_connector.integrations.vllm.kv_events import host_events
+from opal_connector.integrations.vllm.kv_events import external_hash, host_events, tier_name
 from opal_connector.keys import CHAIN_ROOT
 
 pytestmark = pytest.mark.vllm
@@ -23,14 +25,19 @@ BLOCK_TOKENS = 4
 TOKENS = tuple(range(12))
 
 
-def fact(*names: int, parent: int | None = None, shared: int = 0, group: int = 0) -> ObjectFact:
-    """An object of the blocks `names` behind the block `parent`."""
+def fact(*numbers: int, parent: int | None = None, shared: int = 0, group: int = 0) -> ObjectFact:
+    """An object of the blocks `numbers` behind the block `parent`."""
     return ObjectFact(
         group=group,
         parent_hash=CHAIN_ROOT if parent is None else stamp(parent),
-        block_hashes=b"".join(stamp(name) for name in names),
+        block_hashes=b"".join(stamp(number) for number in numbers),
         shared_blocks=shared,
     )
+
+
+def names(*numbers: int) -> list[ExternalBlockHash]:
+    """Blocks as vLLM's own events name them by default: the last 64 bits of the digest."""
+    return [int.from_bytes(stamp(number)[-8:], "big") for number in numbers]
 
 
 def only(events: list[object]) -> BlockStored | BlockRemoved:
@@ -44,7 +51,7 @@ def test_insert_is_one_stored_event_that_describes_itself() -> None:
     event = only(host_events([Insert(fact(1, 2, 3), "CPUMemory", TOKENS, "sql")], BLOCK_TOKENS))
 
     assert event == BlockStored(
-        block_hashes=[stamp(1), stamp(2), stamp(3)],
+        block_hashes=names(1, 2, 3),
         parent_block_hash=None,
         token_ids=list(TOKENS),
         block_size=BLOCK_TOKENS,
@@ -52,7 +59,7 @@ def test_insert_is_one_stored_event_that_describes_itself() -> None:
         medium=MEDIUM_CPU,
         lora_name="sql",
         group_idx=0,
-        ownership="CPUMemory",
+        locality="LOCAL",
     )
 
 
@@ -61,7 +68,7 @@ def test_parent_of_a_later_chunk_is_named() -> None:
     event = only(host_events([Insert(fact(3, 4, parent=2), "CPUMemory")], BLOCK_TOKENS))
 
     assert isinstance(event, BlockStored)
-    assert event.parent_block_hash == stamp(2)
+    assert [event.parent_block_hash] == names(2)
 
 
 @pytest.mark.parametrize("shared", [1, 2])
@@ -72,8 +79,8 @@ def test_shared_blocks_are_not_announced_again(shared: int) -> None:
     event = only(host_events([inserted], BLOCK_TOKENS))
 
     assert isinstance(event, BlockStored)
-    assert event.block_hashes == [stamp(1), stamp(2), stamp(3)][shared:]
-    assert event.parent_block_hash == stamp(shared)
+    assert event.block_hashes == names(1, 2, 3)[shared:]
+    assert [event.parent_block_hash] == names(shared)
     assert event.token_ids == list(TOKENS[shared * BLOCK_TOKENS :])
 
 
@@ -82,7 +89,7 @@ def test_delete_withdraws_only_what_nobody_else_holds() -> None:
     event = only(host_events([Delete(fact(1, 2, 3, shared=1, group=1), "CPUMemory")], BLOCK_TOKENS))
 
     assert event == BlockRemoved(
-        block_hashes=[stamp(2), stamp(3)], medium=MEDIUM_CPU, group_idx=1, ownership="CPUMemory"
+        block_hashes=names(2, 3), medium=MEDIUM_CPU, group_idx=1, locality="LOCAL"
     )
 
 
@@ -98,9 +105,9 @@ def test_move_is_stored_and_then_removed() -> None:
 
     assert isinstance(stored, BlockStored)
     assert isinstance(removed, BlockRemoved)
-    assert (stored.medium, stored.ownership) == (MEDIUM_STORAGE, "LocalNVMe")
-    assert (removed.medium, removed.ownership) == (MEDIUM_CPU, "CPUMemory")
-    assert stored.block_hashes == removed.block_hashes == [stamp(1), stamp(2)]
+    assert (stored.medium, stored.locality) == (MEDIUM_STORAGE, "LOCAL")
+    assert (removed.medium, removed.locality) == (MEDIUM_CPU, "LOCAL")
+    assert stored.block_hashes == removed.block_hashes == names(1, 2)
 
 
 def test_copy_is_stored_in_its_target() -> None:
@@ -108,7 +115,7 @@ def test_copy_is_stored_in_its_target() -> None:
     event = only(host_events([Copy(fact(1), "LocalNVMe", "CPUMemory")], BLOCK_TOKENS))
 
     assert isinstance(event, BlockStored)
-    assert event.ownership == "CPUMemory"
+    assert event.medium == MEDIUM_CPU
 
 
 def test_order_is_kept() -> None:
@@ -133,3 +140,20 @@ def test_events_survive_the_hosts_wire() -> None:
     wire = msgspec.msgpack.encode(KVEventBatch(ts=1.0, events=events))
 
     assert msgspec.msgpack.decode(wire, type=KVEventBatch).events == events
+
+
+def test_hashes_have_the_form_of_the_hosts_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that reads one form only loses a whole batch in which a hash has the other."""
+    for setting, expected in (("1", names(7)[0]), ("0", stamp(7))):
+        monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", setting)
+        assert external_hash(stamp(7)) == expected
+
+
+def test_own_tiers_are_no_secondary_ones_and_every_tier_has_its_own_name() -> None:
+    """Routers pass over what has an owner, or give less for it; so only a shared tier has one."""
+    tiers = {tier: tier_name(tier) for tier in TIER_NAMES}
+
+    assert tiers["CPUMemory"] == (MEDIUM_CPU, "LOCAL", None)
+    assert tiers["LocalNVMe"] == (MEDIUM_STORAGE, "LOCAL", None)
+    assert tiers["DistributedFS"] == (MEDIUM_STORAGE, "REMOTE", "DistributedFS")
+    assert len(set(tiers.values())) == len(tiers)
