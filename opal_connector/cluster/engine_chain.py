@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
+from opal_connector.cluster.channel_facts import RUN_BLOCKS, Block, facts_of_blocks
 from opal_connector.cluster.engine_lineage import EngineHash, Lineage, StoredBlocks
 from opal_connector.events import Delete, Insert, ObjectFact
 from opal_connector.keys import LoraIdentity
-
-EVENT_BLOCKS = 1_024
-_Found = tuple[bytes, bytes]  # a block's parent digest and its own
 
 
 class ChainCounters(msgspec.Struct):
@@ -121,7 +119,7 @@ class EngineChain:
         """The (group, tier) pairs that were ever heard of."""
         return list(self._presences)
 
-    def held(self, group: int, tier: str) -> list[tuple[bytes, bytes]]:
+    def held(self, group: int, tier: str) -> list[Block]:
         """Parent digest and digest of every block there."""
         presence = self._presences.get((group, tier))
         if presence is None:
@@ -144,7 +142,7 @@ class EngineChain:
 
     def adapter_known(self, lora_name: str) -> list[Insert]:
         """`lora_identity` can tell this adapter now: name what waited for it."""
-        found: list[tuple[_Presence, _Found]] = []
+        found: list[tuple[_Presence, Block]] = []
         for lineage in self._lineages.values():
             linked = lineage.retry_adapter(lora_name, self._lora_identity)
             found += self._everywhere(lineage, linked)
@@ -222,9 +220,9 @@ class EngineChain:
 
     def _everywhere(
         self, lineage: Lineage, linked: Sequence[EngineHash]
-    ) -> list[tuple[_Presence, _Found]]:
+    ) -> list[tuple[_Presence, Block]]:
         """Blocks that have got a digest, with all the presences that hold them."""
-        found: list[tuple[_Presence, _Found]] = []
+        found: list[tuple[_Presence, Block]] = []
         for block in linked:
             holders = [
                 presence
@@ -251,8 +249,8 @@ class EngineChain:
                 return
         lineage.absent(block)
 
-    def _inserts(self, found: Iterable[tuple[_Presence, _Found]]) -> list[Insert]:
-        by_presence: dict[int, tuple[_Presence, list[_Found]]] = {}
+    def _inserts(self, found: Iterable[tuple[_Presence, Block]]) -> list[Insert]:
+        by_presence: dict[int, tuple[_Presence, list[Block]]] = {}
         for presence, (parent, digest) in found:
             if presence.show(parent, digest):
                 blocks = by_presence.setdefault(id(presence), (presence, []))[1]
@@ -264,22 +262,7 @@ class EngineChain:
         ]
 
 
-def facts_of_blocks(group: int, blocks: Iterable[tuple[bytes, bytes]]) -> Iterator[ObjectFact]:
-    """Facts about blocks (parent digest, digest); those that follow each other are one fact."""
-    run: list[bytes] = []
-    run_parent = b""
-    for parent, digest in blocks:
-        if run and (parent != run[-1] or len(run) >= EVENT_BLOCKS):
-            yield ObjectFact(group, run_parent, b"".join(run))
-            run = []
-        if not run:
-            run_parent = parent
-        run.append(digest)
-    if run:
-        yield ObjectFact(group, run_parent, b"".join(run))
-
-
 def _deletes(group: int, tier: str, digests: list[bytes]) -> Iterator[Delete]:
-    for start in range(0, len(digests), EVENT_BLOCKS):
-        run = b"".join(digests[start : start + EVENT_BLOCKS])
+    for start in range(0, len(digests), RUN_BLOCKS):
+        run = b"".join(digests[start : start + RUN_BLOCKS])
         yield Delete(ObjectFact(group, b"", run), tier)

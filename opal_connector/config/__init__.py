@@ -1,10 +1,12 @@
 """What a user may write, and nothing else."""
 
+from opal_connector.config.endpoints import Endpoint, parse_endpoint
 from opal_connector.config.load import ConfigError, load_config
 from opal_connector.config.schema import (
     TIER_NAMES,
     CPUMemoryConfig,
     DistributedFSConfig,
+    EventsConfig,
     FileTierConfig,
     LocalNVMeConfig,
     OpalConfig,
@@ -17,11 +19,14 @@ __all__ = [
     "CPUMemoryConfig",
     "ConfigError",
     "DistributedFSConfig",
+    "Endpoint",
+    "EventsConfig",
     "FileTierConfig",
     "LocalNVMeConfig",
     "OpalConfig",
     "TierConfig",
     "chunk_blocks_for",
     "load_config",
+    "parse_endpoint",
     "parse_size_bytes",
 ]

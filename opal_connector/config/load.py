@@ -8,9 +8,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 import yaml
 
+from opal_connector.config.endpoints import parse_endpoint
 from opal_connector.config.schema import (
     TIER_NAMES,
     DistributedFSConfig,
+    EventsConfig,
     FileTierConfig,
     LocalNVMeConfig,
     OpalConfig,
@@ -21,6 +23,7 @@ from opal_connector.config.sizes import parse_size_bytes
 _FILE_FIELD = "opal_config"
 # Defaults of vLLM and of other connectors may share the dictionary; these are read by vLLM itself.
 _HOST_FIELDS = frozenset({"kv_connector_module_path"})
+_EVENTS = "events"
 _TOP = "kv_connector_extra_config"
 _STEP = re.compile(r"([^.\[\]]+)|\[([0-9]+)\]")  # of a path such as kvc_tiers[0]
 
@@ -71,9 +74,9 @@ def _read_file(name: object) -> dict[str, Any]:
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, a tier's values one by one; `above` wins."""
+    """Both, the values of a tier and of the channel one by one; `above` wins."""
     merged = {**below, **above}
-    for name in TIER_NAMES:
+    for name in (*TIER_NAMES, _EVENTS):
         if isinstance(below.get(name), Mapping) and isinstance(above.get(name), Mapping):
             merged[name] = {**below[name], **above[name]}
     return merged
@@ -96,10 +99,12 @@ def _explain(message: str, given: Mapping[str, Any]) -> str:
     owner: type[msgspec.Struct] = OpalConfig
     if steps[0] in TIER_NAMES and (len(steps) > 1 or "unknown field" in text):
         owner = type(OpalConfig().tier(steps[0]))
+    elif steps[0] == _EVENTS and (len(steps) > 1 or "unknown field" in text):
+        owner = EventsConfig
     if "unknown field" in text:
         allowed = ", ".join(owner.__struct_fields__)
         field = text.split("`")[1]
-        full = f"{where}.{field}" if where in TIER_NAMES else field
+        full = f"{where}.{field}" if where in (*TIER_NAMES, _EVENTS) else field
         return f"{full}: unknown field; allowed here: {allowed}"
     hint = get_type_hints(owner).get(steps[-1])
     if get_origin(hint) is Literal:
@@ -143,6 +148,7 @@ def _check(config: OpalConfig) -> None:
             f"kvcevent_coalesce_time: found {config.kvcevent_coalesce_time}, "
             "allowed: 0 to 60 seconds"
         )
+    _check_events(config)
     _check_quotas(config.quotas)
     if config.weights_id is not None and not config.weights_id:
         raise ConfigError("weights_id: found '', allowed: any other text, or leave it out")
@@ -151,6 +157,32 @@ def _check(config: OpalConfig) -> None:
         file_tier = config.file_tier(name)
         if file_tier is not None:
             _check_file_tier(name, file_tier, is_used=name in config.kvc_tiers)
+
+
+def _check_events(config: OpalConfig) -> None:
+    if config.instance_id is not None and not 0 < len(config.instance_id) <= 128:
+        raise ConfigError(
+            f"instance_id: found {config.instance_id!r}, "
+            "allowed: a name of 1 to 128 characters, or leave it out"
+        )
+    events = config.events
+    if events is None:
+        return
+    for field in ("endpoint", "publish_endpoint"):
+        text = getattr(events, field)
+        try:
+            if text is not None:
+                parse_endpoint(text)
+        except ValueError:
+            raise ConfigError(
+                f"events.{field}: found {text!r}, "
+                "allowed: tcp://HOST:PORT, with port 0 for any free one"
+            ) from None
+    if not 0.1 <= events.heartbeat_seconds <= 60:
+        raise ConfigError(
+            f"events.heartbeat_seconds: found {events.heartbeat_seconds}, allowed: 0.1 to 60"
+        )
+    _check_size("events.replay_size", events.replay_size)
 
 
 def _check_quotas(quotas: Mapping[str, float]) -> None:

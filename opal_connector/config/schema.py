@@ -65,6 +65,20 @@ class DistributedFSConfig(FileTierConfig, frozen=True, forbid_unknown_fields=Tru
     refresh_seconds: float = 10.0
 
 
+class EventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The event channel of an instance: who asks at `endpoint` is told everything else.
+
+    Events are published at `publish_endpoint`, by default the port after it; a port of 0 is any
+    free one. Ranks of data parallelism shift both ports by two each. What was published stays for
+    a replay until it exceeds `replay_size`.
+    """
+
+    endpoint: str = "tcp://127.0.0.1:5601"
+    publish_endpoint: str | None = None
+    heartbeat_seconds: float = 1.0
+    replay_size: float | str = "64MiB"
+
+
 TIER_NAMES: tuple[str, ...] = ("CPUMemory", "LocalNVMe", "DistributedFS")
 
 
@@ -76,6 +90,8 @@ class OpalConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     save_unfull_chunk: bool = True
     max_kvc_ready_requests: int = 8
     kvcevent_coalesce_time: float = 0.05
+    instance_id: str | None = None
+    events: EventsConfig | None = None
     weights_id: str | None = None
     quotas: dict[str, float] = {}
     CPUMemory: CPUMemoryConfig = CPUMemoryConfig()

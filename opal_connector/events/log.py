@@ -25,8 +25,9 @@ class EventLog:
         """Add a fact."""
         if self.enabled:
             self._pending.append(event)
-        if self.listener is not None:
-            self.listener(event)
+        listener = self.listener  # read once: another thread may take it away
+        if listener is not None:
+            listener(event)
 
     def take(self) -> list[KVCEvent]:
         """All pending events; they are the caller's now."""

@@ -10,9 +10,11 @@ from opal_connector.config import (
     TIER_NAMES,
     ConfigError,
     CPUMemoryConfig,
+    EventsConfig,
     OpalConfig,
     TierConfig,
     load_config,
+    parse_endpoint,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -54,6 +56,26 @@ MISTAKES: list[tuple[dict[str, Any], str, str, str]] = [
     ({"kvcevent_coalesce_time": -1}, "kvcevent_coalesce_time", "-1", "0 to 60 seconds"),
     ({"kvcevent_coalesce_time": 61}, "kvcevent_coalesce_time", "61", "0 to 60 seconds"),
     ({"kvcevent_coalesce_time": NAN}, "kvcevent_coalesce_time", "nan", "0 to 60 seconds"),
+    # the event channel
+    ({"instance_id": ""}, "instance_id", "''", "1 to 128 characters"),
+    ({"instance_id": "x" * 129}, "instance_id", "'xxx", "1 to 128 characters"),
+    ({"instance_id": 7}, "instance_id", "7", "str"),
+    ({"events": 5601}, "events", "5601", "object"),
+    ({"events": {"endpoint": 5601}}, "events.endpoint", "5601", "str"),
+    ({"events": {"endpoint": "localhost"}}, "events.endpoint", "'localhost'", "tcp://HOST:PORT"),
+    ({"events": {"endpoint": "ipc:///x"}}, "events.endpoint", "'ipc:///x'", "tcp://HOST:PORT"),
+    ({"events": {"endpoint": "tcp://*:x"}}, "events.endpoint", "'tcp://*:x'", "tcp://HOST:PORT"),
+    (
+        {"events": {"endpoint": "tcp://h:70000"}},
+        "events.endpoint",
+        "'tcp://h:70000'",
+        "tcp://HOST:PORT",
+    ),
+    ({"events": {"endpoint": "tcp://::1:5"}}, "events.endpoint", "'tcp://::1:5'", "HOST:PORT"),
+    ({"events": {"publish_endpoint": ""}}, "events.publish_endpoint", "''", "tcp://HOST:PORT"),
+    ({"events": {"heartbeat_seconds": 0}}, "events.heartbeat_seconds", "0", "0.1 to 60"),
+    ({"events": {"heartbeat_seconds": NAN}}, "events.heartbeat_seconds", "nan", "0.1 to 60"),
+    ({"events": {"replay_size": "many"}}, "events.replay_size", "'many'", GIB),
     ({"weights_id": ""}, "weights_id", "''", "any other text"),
     ({"weights_id": 5}, "weights_id", "5", "str"),
     # a tier
@@ -123,13 +145,46 @@ def test_unknown_field_lists_the_fields_there_are() -> None:
     """A misspelt name is not silently the default, and the right one is in the message."""
     assert message({"chunk_sise": 128}) == (
         "chunk_sise: unknown field; allowed here: kvc_tiers, chunk_size, save_unfull_chunk, "
-        "max_kvc_ready_requests, kvcevent_coalesce_time, weights_id, quotas, CPUMemory, "
-        "LocalNVMe, DistributedFS"
+        "max_kvc_ready_requests, kvcevent_coalesce_time, instance_id, events, weights_id, "
+        "quotas, CPUMemory, LocalNVMe, DistributedFS"
     )
     assert message({"CPUMemory": {"capacity": 1}}) == (
         "CPUMemory.capacity: unknown field; allowed here: capacity_GB, eviction_policy, "
         "eviction_threshold, eviction_target, ttl_seconds, concurrency"
     )
+
+
+def test_an_unknown_field_of_the_channel_lists_its_fields() -> None:
+    assert message({"events": {"port": 1}}) == (
+        "events.port: unknown field; allowed here: endpoint, publish_endpoint, "
+        "heartbeat_seconds, replay_size"
+    )
+
+
+def test_the_channel_is_off_unless_it_is_asked_for() -> None:
+    assert load_config({}).events is None
+    config = load_config({"events": {}, "instance_id": "a"})
+    assert config.events == EventsConfig(endpoint="tcp://127.0.0.1:5601")
+    assert config.instance_id == "a"
+
+
+@pytest.mark.parametrize(
+    ("text", "address", "announced", "following"),
+    [
+        ("tcp://127.0.0.1:5601", "tcp://127.0.0.1:5601", "tcp://127.0.0.1:5601", 5_603),
+        ("tcp://*:5601", "tcp://*:5601", "tcp://*:5601", 5_603),
+        ("tcp://0.0.0.0:7", "tcp://0.0.0.0:7", "tcp://*:7", 9),
+        ("tcp://[::1]:7", "tcp://[::1]:7", "tcp://[::1]:7", 9),
+        ("tcp://node:*", "tcp://node:*", "tcp://node:0", 0),
+        ("tcp://node:0", "tcp://node:*", "tcp://node:0", 0),
+    ],
+)
+def test_an_endpoint_is_bound_announced_and_shifted(
+    text: str, address: str, announced: str, following: int
+) -> None:
+    endpoint = parse_endpoint(text)
+    assert (endpoint.address, endpoint.announced) == (address, announced)
+    assert endpoint.next_to(2).port == following
 
 
 def test_unknown_tier_object_is_an_unknown_field() -> None:
