@@ -34,6 +34,7 @@ class SourceLimits(msgspec.Struct, frozen=True, kw_only=True):
     longest_hold_seconds: float = 10.0
     stale_heartbeats: float = 3.0
     stale_seconds: float = 3.0
+    quiet_seconds: float = 5.0  # of an engine's stream, until its last batch is checked
     buffered_batches: int = 4_096
     buffered_bytes: int = 64 << 20
     contents_bytes: int = 1 << 30
