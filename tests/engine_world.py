@@ -5,6 +5,7 @@ from simulated_engine import SimulatedEngine
 
 from opal_connector.cluster.ingest.states import BlockIndex, SourceLimits
 from opal_connector.cluster.ingest.vllm_machine import AskReplayFrom, VllmMachine
+from opal_connector.cluster.ingest.vllm_ranks import EngineDescription
 
 # Patient: giving up has its own tests.
 ENGINE_LIMITS = SourceLimits(buffered_batches=6, remembered_payloads=64, request_attempts=100)
@@ -32,7 +33,7 @@ class EngineWorld:
             index if index is not None else self.kvbm,
             "engine",
             has_replay=has_replay,
-            model="m",
+            engine=EngineDescription(model="m"),
             limits=limits,
         )
         self.published: list[tuple[int, bytes]] = []

@@ -71,7 +71,7 @@ class NativeMachine:
         *,
         limits: SourceLimits | None = None,
         warnings: RateLimitedWarnings | None = None,
-        claim: Callable[[str], bool] = lambda worker_id: bool(worker_id),
+        claim: Callable[[str], bool] = bool,
     ) -> None:
         self._index = index
         self._name = name
@@ -110,6 +110,11 @@ class NativeMachine:
     def worker_id(self) -> str | None:
         """The worker that this source feeds, None before it is known."""
         return None if self._description is None else self._description.instance_id
+
+    @property
+    def applied(self) -> int | None:
+        """The last batch that was applied, None before there was one."""
+        return self._sync.applied if self._sync.applied >= 0 else None
 
     @property
     def is_settled(self) -> bool:

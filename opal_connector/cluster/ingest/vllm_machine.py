@@ -7,6 +7,7 @@ be given up.
 """
 
 import logging
+from collections.abc import Callable
 
 import msgspec
 import xxhash
@@ -18,7 +19,7 @@ from opal_connector.cluster.ingest.states import (
     SourceMetrics,
     SourceState,
 )
-from opal_connector.cluster.ingest.vllm_ranks import EngineRanks
+from opal_connector.cluster.ingest.vllm_ranks import EngineDescription, EngineRanks
 from opal_connector.cluster.ingest.vllm_wire import decode_engine_batch
 from opal_connector.events.channel import MessageError
 from opal_connector.reports import RateLimitedWarnings
@@ -45,8 +46,8 @@ class VllmMachine:
         name: str,
         *,
         has_replay: bool,
-        model: str = "",
-        block_tokens: int | None = None,
+        engine: EngineDescription | None = None,
+        claim: Callable[[str], bool] = bool,
         limits: SourceLimits | None = None,
         warnings: RateLimitedWarnings | None = None,
     ) -> None:
@@ -55,7 +56,9 @@ class VllmMachine:
         self._limits = limits or SourceLimits()
         self._warnings = warnings or RateLimitedWarnings(logger)
         self.metrics = SourceMetrics()
-        self.ranks = EngineRanks(index, name, self.metrics, model=model, block_tokens=block_tokens)
+        self.ranks = EngineRanks(
+            index, name, self.metrics, engine=engine or EngineDescription(), claim=claim
+        )
         self._pending: PendingBatches[bytes] = PendingBatches(
             max_batches=self._limits.buffered_batches, max_bytes=self._limits.buffered_bytes
         )
@@ -88,6 +91,11 @@ class VllmMachine:
         if self._is_replaying and not self._is_poll and self._gap_since is None:
             return SourceState.SYNCING
         return SourceState.LIVE if self._gap_since is None else SourceState.GAP
+
+    @property
+    def applied(self) -> int | None:
+        """The last batch that was applied, None before there was one."""
+        return self._applied if self._applied is None or self._applied >= 0 else None
 
     @property
     def is_settled(self) -> bool:
@@ -201,7 +209,8 @@ class VllmMachine:
         if self._replay_first is not None:
             if now - self._replay_heard_at >= limits.request_seconds * (1 << min(self._attempt, 3)):
                 self.metrics.timeouts += 1
-                self._attempt += 1
+                self._attempt = 0 if self._has_progress else self._attempt + 1
+                self._has_progress = False
                 if self._attempt < limits.request_attempts:
                     self._send_replay(now)
                 else:

@@ -1,6 +1,9 @@
 """What an engine's events mean for the index: one worker per rank, one chain per worker."""
 
+from collections.abc import Callable
 from typing import Final
+
+import msgspec
 
 from opal_connector.cluster.engine_chain import EngineChain
 from opal_connector.cluster.engine_lineage import StoredBlocks
@@ -23,6 +26,17 @@ _DEFAULT_KIND: Final = "full_attention"
 def worker_id_of(name: str, rank: int) -> str:
     """How the KVBM calls a rank of an engine."""
     return f"{name}/dp{rank}" if rank else name
+
+
+class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine's stream does not say itself.
+
+    Without `block_tokens` the first block stored decides; `rank` is that of batches without one.
+    """
+
+    model: str = ""
+    block_tokens: int | None = None
+    rank: int = 0
 
 
 class EngineRank:
@@ -149,14 +163,16 @@ class EngineRanks:
         name: str,
         metrics: SourceMetrics,
         *,
-        model: str,
-        block_tokens: int | None,
+        engine: "EngineDescription",
+        claim: Callable[[str], bool],
     ) -> None:
         self._index = index
         self._name = name
         self._metrics = metrics
-        self._model = model
-        self._block_tokens = block_tokens
+        self._model = engine.model
+        self._block_tokens = engine.block_tokens
+        self._default_rank = engine.rank
+        self._claim = claim
         self._ranks: dict[int, EngineRank] = {}
         self._is_live = True
 
@@ -166,20 +182,25 @@ class EngineRanks:
         metrics.events += len(batch.events)
         metrics.unknown_events += batch.unknown_events
         metrics.malformed += batch.malformed_events
-        rank = self._ranks.get(batch.rank)
-        if rank is None:
-            if len(self._ranks) >= _MAX_RANKS:
-                metrics.malformed += 1
-                return
-            rank = self._ranks[batch.rank] = EngineRank(
-                self._index,
-                worker_id_of(self._name, batch.rank),
-                metrics,
-                model=self._model,
-                block_tokens=self._block_tokens,
-            )
-            rank.set_live(is_live=self._is_live)
-        rank.apply(batch.events)
+        number = self._default_rank if batch.rank is None else batch.rank
+        rank = self._ranks.get(number) or self._new_rank(number)
+        if rank is not None:
+            rank.apply(batch.events)
+
+    def _new_rank(self, number: int) -> EngineRank | None:
+        worker_id = worker_id_of(self._name, number)
+        if len(self._ranks) >= _MAX_RANKS or not self._claim(worker_id):
+            self._metrics.conflicts += 1
+            return None
+        rank = self._ranks[number] = EngineRank(
+            self._index,
+            worker_id,
+            self._metrics,
+            model=self._model,
+            block_tokens=self._block_tokens,
+        )
+        rank.set_live(is_live=self._is_live)
+        return rank
 
     def worker_ids(self) -> list[str]:
         """The workers that this stream feeds."""

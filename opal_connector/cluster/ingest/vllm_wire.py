@@ -66,7 +66,7 @@ EngineEvent = EngineStored | EngineRemoved | EngineCleared
 class EngineBatch(msgspec.Struct, frozen=True):
     """The events of one step of one rank; some may be of unknown kinds or malformed."""
 
-    rank: int
+    rank: int | None
     events: list[EngineEvent]
     unknown_events: int = 0
     malformed_events: int = 0
@@ -105,7 +105,7 @@ def decode_engine_batch(payload: bytes) -> EngineBatch:
         else:
             events.append(event)
     if not isinstance(rank, int) or not 0 <= rank < 1 << 16:
-        rank = 0
+        rank = None
     return EngineBatch(rank, events, unknown, malformed)
 
 
