@@ -1,0 +1,105 @@
+"""What a router has under way at each worker, counted by itself: exact, and known at once."""
+
+import math
+
+import msgspec
+
+WORK_MEMORY_SECONDS = 20.0
+
+
+class WorkerLoad(msgspec.Struct, frozen=True):
+    """What is under way at one worker.
+
+    `queued_tokens` are prompt tokens that are still to be computed, `decoding_tokens` those of the
+    requests that are past that. `recent_tokens` were given to it to compute lately, older ones
+    counting less.
+    """
+
+    requests: int = 0
+    queued_tokens: int = 0
+    decoding_tokens: int = 0
+    recent_tokens: float = 0.0
+
+
+class _UnderWay(msgspec.Struct):
+    worker_id: str
+    new_tokens: int
+    total_tokens: int
+    is_decoding: bool = False
+
+
+class _Sums(msgspec.Struct):
+    requests: int = 0
+    queued_tokens: int = 0
+    decoding_tokens: int = 0
+    recent_tokens: float = 0.0
+    recent_at: float = 0.0
+
+
+class LoadBook:
+    """Requests from when they are sent until they end, and their sums by worker.
+
+    Mutable state: the requests under way and the sums; used by one thread. `memory_seconds` is the
+    time in which work of the past loses two thirds of its weight.
+    """
+
+    def __init__(self, memory_seconds: float = WORK_MEMORY_SECONDS) -> None:
+        self._memory_seconds = memory_seconds
+        self._under_way: dict[str, _UnderWay] = {}
+        self._sums: dict[str, _Sums] = {}
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def begin(
+        self, request_id: str, worker_id: str, *, new_tokens: int, total_tokens: int, now: float
+    ) -> None:
+        """A request is sent to a worker, which has `new_tokens` of it to compute."""
+        self.end(request_id)
+        self._under_way[request_id] = _UnderWay(worker_id, new_tokens, total_tokens)
+        sums = self._sums.setdefault(worker_id, _Sums())
+        sums.requests += 1
+        sums.queued_tokens += new_tokens
+        sums.recent_tokens = self._recent(sums, now) + new_tokens
+        sums.recent_at = now
+
+    def first_token(self, request_id: str) -> None:
+        """A request's prompt is computed. Said again, or after its end, it means nothing."""
+        request = self._under_way.get(request_id)
+        if request is None or request.is_decoding:
+            return
+        request.is_decoding = True
+        sums = self._sums[request.worker_id]
+        sums.queued_tokens -= request.new_tokens
+        sums.decoding_tokens += request.total_tokens
+
+    def end(self, request_id: str) -> None:
+        """A request is over, however it ended."""
+        request = self._under_way.pop(request_id, None)
+        sums = self._sums.get(request.worker_id) if request is not None else None
+        if request is None or sums is None:
+            return
+        sums.requests -= 1
+        if request.is_decoding:
+            sums.decoding_tokens -= request.total_tokens
+        else:
+            sums.queued_tokens -= request.new_tokens
+
+    def remove_worker(self, worker_id: str) -> None:
+        """A worker is gone, and what was under way there with it."""
+        self._sums.pop(worker_id, None)
+        gone = [name for name, request in self._under_way.items() if request.worker_id == worker_id]
+        for name in gone:
+            del self._under_way[name]
+
+    def load(self, worker_id: str, now: float) -> WorkerLoad:
+        """What is under way at a worker."""
+        sums = self._sums.get(worker_id)
+        if sums is None:
+            return WorkerLoad()
+        return WorkerLoad(
+            sums.requests, sums.queued_tokens, sums.decoding_tokens, self._recent(sums, now)
+        )
+
+    def _recent(self, sums: _Sums, now: float) -> float:
+        return sums.recent_tokens * math.exp((sums.recent_at - now) / self._memory_seconds)
