@@ -44,6 +44,11 @@ class SharedTierLink:
         is_owed = self._is_renewing or self._open_questions > 0
         return is_owed and self._clock() - self._asked_at < _PATIENCE_SECONDS
 
+    @property
+    def identity(self) -> str | None:
+        """The directory's name, once it is known. May be asked by any thread."""
+        return self._keeper.identity
+
     def poll(self) -> None:
         """Exchange what there is. Cheap when there is nothing."""
         if self._keeper.has_news:
@@ -97,6 +102,7 @@ def link_shared_tier(
                 tier=place,
                 refresh_seconds=settings.refresh_seconds,
                 is_held=manager.is_held,
+                wants_identity=config.events is not None,
             )
             return SharedTierLink(manager, keeper, tier.space, ranks=ranks, clock=clock)
     return None

@@ -10,6 +10,7 @@ import msgspec
 
 from opal_connector.reports import RateLimitedWarnings
 from opal_connector.tiers.shared_directory import Grant, Refresh, SharedDirectory
+from opal_connector.tiers.shared_identity import shared_identity
 from opal_connector.transfers import ObjectName, Question, SharedNews
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,10 @@ class SharedKeeper:
         tier: int,
         refresh_seconds: float,
         is_held: Callable[[bytes], bool],
+        wants_identity: bool = False,
     ) -> None:
+        self.identity: str | None = None  # of the directory, once it is known
+        self._wants_identity = wants_identity
         self._directory = directory
         self._tier = tier
         self._refresh_seconds = refresh_seconds
@@ -92,6 +96,9 @@ class SharedKeeper:
         next_refresh = time.monotonic() + self._refresh_seconds
         next_beat = time.monotonic() + _BEAT_SECONDS
         while True:
+            if self._wants_identity and self.identity is None:
+                with contained("name"):
+                    self.identity = shared_identity(self._directory.root)
             with self._wake:
                 due = min(next_refresh, next_beat)
                 self._wake.wait_for(self._has_work, max(0.0, due - time.monotonic()))

@@ -8,6 +8,7 @@ from opal_connector.integrations.vllm.block_holds import BlockHolds
 from opal_connector.integrations.vllm.guard import contained
 from opal_connector.integrations.vllm.messages import OpalStepResults
 from opal_connector.managers import OpalKVCacheManager
+from opal_connector.managers.jobs import OpenJob
 from opal_connector.sharing import SharedTierLink
 from opal_connector.transfers import InventoryPage, JobResult, TierHealth
 
@@ -29,7 +30,10 @@ class News:
         holds: BlockHolds | None,
         shared: SharedTierLink | None,
         clock: Callable[[], float],
+        *,
+        job_ended: Callable[[OpenJob, JobResult], None] | None = None,
     ) -> None:
+        self._job_ended = job_ended
         self._manager = manager
         self._holds = holds
         self._shared = shared
@@ -84,10 +88,12 @@ class News:
 
     def _book(self, result: JobResult) -> None:
         try:
-            self._manager.commit(result)
+            job = self._manager.commit(result)
         except Exception:
             self._unbooked.append(result)  # a result that is lost leaves its job open for ever
             raise
+        if job is not None and self._job_ended is not None:
+            self._job_ended(job, result)
 
     def _report_health(self, rank: int, health: Sequence[TierHealth]) -> None:
         tiers = self._manager.storage.tiers

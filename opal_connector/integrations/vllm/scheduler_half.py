@@ -19,7 +19,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from opal_connector.config import OpalConfig
-from opal_connector.events import EventLog
 from opal_connector.integrations.vllm.block_holds import BlockHolds
 from opal_connector.integrations.vllm.books import Books, build_books, describe_books
 from opal_connector.integrations.vllm.facts import group_facts
@@ -30,12 +29,12 @@ from opal_connector.integrations.vllm.identity import (
     is_cacheable,
     request_identity,
 )
-from opal_connector.integrations.vllm.kv_events import host_events
 from opal_connector.integrations.vllm.messages import (
     OpalStepJobs,
     OpalStepResults,
     WorkerFacts,
 )
+from opal_connector.integrations.vllm.native_events import EventOutlets
 from opal_connector.integrations.vllm.news import News
 from opal_connector.integrations.vllm.stats import OpalStats, levels
 from opal_connector.integrations.vllm.store_planner import StorePlanner
@@ -83,9 +82,8 @@ class SchedulerHalf:
         assert transfer is not None
         self._may_load = bool(transfer.is_kv_consumer)
         self._may_store = bool(transfer.is_kv_producer)
-        events = vllm_config.kv_events_config
-        self._log = EventLog(enabled=bool(events and events.enable_kv_cache_events))
-        self._events_due: float | None = None
+        self.events = EventOutlets(vllm_config, config, clock)
+        self._pool: BlockPool | None = None
         self.books: Books | None = None
         self.holds: BlockHolds | None = None
         self._loras = LoraFingerprints()
@@ -109,6 +107,7 @@ class SchedulerHalf:
     def bind_block_pool(self, pool: BlockPool) -> None:
         """The device's blocks, whose owners stores must outlive."""
         self.holds = BlockHolds(pool)
+        self._pool = pool
 
     def start(self, workers: list[WorkerFacts]) -> None:
         """Build the books from what the workers have. Until then nothing hits or is stored.
@@ -134,7 +133,7 @@ class SchedulerHalf:
             group=self._group,
             workers=workers,
             config=self._config,
-            log=self._log,
+            log=self.events.log,
             warn=logger.warning,
         )
         self._namespace = self.books.metadata.namespace
@@ -145,7 +144,10 @@ class SchedulerHalf:
             ranks=len(workers),
             clock=self._clock,
         )
-        self._news = News(self.books.manager, self.holds, shared, self._clock)
+        self.events.start(self.books, self._pool, shared)
+        self._news = News(
+            self.books.manager, self.holds, shared, self._clock, job_ended=self.events.end_job
+        )
         if self._may_store and self.holds is not None:
             self._stores = StorePlanner(
                 self.books.manager, self.holds, self._identified, ranks=len(workers)
@@ -156,6 +158,7 @@ class SchedulerHalf:
 
     def add_request(self, request: Request) -> None:
         """Begin to follow a request. Its adapter, if any, is read in the background."""
+        self.events.begin_request(request.request_id)
         if self.books is None or not is_cacheable(request):
             return
         tracker = RequestTracker(request)
@@ -238,6 +241,7 @@ class SchedulerHalf:
         Returns:
             What the response carries under `kv_transfer_params`.
         """
+        self.events.end_request(request.request_id)
         tracker = self._trackers.pop(request.request_id, None)
         self._fetching.discard(request.request_id)
         if self.books is None or tracker is None or tracker.opal is None:
@@ -255,6 +259,7 @@ class SchedulerHalf:
         """Plan what this step will surely have computed; hand over all new jobs."""
         if self.books is None:
             return _NO_STEP_JOBS
+        self.events.begin_step(output)
         now = self._clock()
         if now >= self._next_expiry:
             self._next_expiry = now + _EXPIRY_SECONDS
@@ -289,18 +294,8 @@ class SchedulerHalf:
             self._news.take(meta)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Events for vLLM's stream, at most every `kvcevent_coalesce_time` seconds."""
-        if self.books is None or not len(self._log):
-            return ()
-        now = self._clock()
-        if self._events_due is None:
-            self._events_due = now + self._config.kvcevent_coalesce_time
-        if now < self._events_due:
-            return ()
-        self._events_due = None
-        return host_events(
-            self.books.manager.take_events(), self.books.manager.database.block_tokens
-        )
+        """Events for vLLM's stream; called once a step, when its output is known."""
+        return self.events.take_host_events()
 
     def take_stats(self) -> OpalStats | None:
         """Numbers since the last call, None when nothing changed."""
@@ -318,7 +313,7 @@ class SchedulerHalf:
             return False
         manager, has_news = self.books.manager, self._news is not None and self._news.has_more
         is_busy = manager.open_job_count or manager.storage.is_opening or manager.wants_upkeep
-        return bool(is_busy or has_news or self._loads or self._stores or len(self._log))
+        return bool(is_busy or has_news or self._loads or self._stores or self.events.has_work)
 
     def frees_blocks_soon(self) -> bool:
         """Whether waiting a step gives vLLM blocks that a preemption would cost a request."""
@@ -335,6 +330,7 @@ class SchedulerHalf:
 
     def close(self) -> None:
         """End the background threads."""
+        self.events.close()
         if self._news is not None:
             self._news.close()
         self._loras.close()
@@ -360,9 +356,11 @@ class SchedulerHalf:
     def _identify(self, tracker: RequestTracker, lora_fingerprint: str | None) -> None:
         assert self.books is not None
         request = tracker.request
+        identity = request_identity(request, lora_fingerprint)
+        self.events.see_adapter(identity.lora)
         tracker.opal = self.books.manager.new_request(
             request.request_id,
-            request_identity(request, lora_fingerprint),
+            identity,
             lora_name=request.lora_request.lora_name if request.lora_request else None,
             hints=request_hints(request),
         )
