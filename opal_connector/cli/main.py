@@ -20,6 +20,9 @@ COMMANDS: Final = {
     "demo": CommandPlace(
         "opal_connector.cli.demo", "demo", "See a long prompt answered from the cache, for real."
     ),
+    "kvbm": CommandPlace(
+        "opal_connector.cli.kvbm", "kvbm", "Watch what a cluster holds where, and verify it."
+    ),
     "models": CommandPlace(
         "opal_connector.cli.models", "models", "Get or make small models to try the cache with."
     ),

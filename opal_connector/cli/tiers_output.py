@@ -22,10 +22,15 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, empty:
     table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
+    output_console().print(table, soft_wrap=False)
+
+
+def output_console() -> Console:
+    """Standard output; where it is no terminal, nothing wraps what a script may read."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 240  # nothing wraps what a script may read
-    console.print(table, soft_wrap=False)
+        console.width = 240
+    return console
 
 
 def size_text(size: int) -> str:
