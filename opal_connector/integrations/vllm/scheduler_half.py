@@ -82,7 +82,7 @@ class SchedulerHalf:
         assert transfer is not None
         self._may_load = bool(transfer.is_kv_consumer)
         self._may_store = bool(transfer.is_kv_producer)
-        self.events = EventOutlets(vllm_config, config, clock)
+        self.events = EventOutlets(vllm_config, config, lambda: self._clock())
         self._pool: BlockPool | None = None
         self.books: Books | None = None
         self.holds: BlockHolds | None = None

@@ -8,6 +8,12 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_events import (
+    MEDIUM_GPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+)
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -18,6 +24,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import to_event_extra_keys
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from opal_connector.integrations.vllm import connector, plugin
 from opal_connector.integrations.vllm.connector import OpalConnector
@@ -134,3 +144,36 @@ def test_module_path_needs_no_plugin(path: str, unregistered: None) -> None:
 
     assert KVConnectorFactory.get_connector_class(config) is OpalConnector
     assert not KVConnectorFactory.supports_hma_config(config)
+
+
+def test_the_device_tap_finds_what_it_relies_on() -> None:
+    """The pool hands its own queue over through an attribute that an instance may replace."""
+    pool = BlockPool(4, enable_caching=True, hash_block_size=16)
+    queue = pool.kv_event_queue
+    assert (pool.take_events(), pool.enable_kv_cache_events) == ([], False)
+    pool.enable_kv_cache_events = True
+    assert pool.reset_prefix_cache()
+    assert queue == [AllBlocksCleared()]
+    assert pool.take_events() is queue
+    assert pool.kv_event_queue == []
+    assert pool.medium == MEDIUM_GPU
+    assert 0 <= pool.get_usage() <= 1
+    assert list(inspect.signature(pool.emit_cached_block_events).parameters) == [
+        *("request", "num_cached_blocks", "block_size", "kv_cache_group_id"),
+    ]
+    assert "self.block_pool.take_events()" in inspect.getsource(KVCacheManager.take_events)
+    step = inspect.getsource(Scheduler.update_from_output)
+    assert step.count("self.kv_cache_manager.take_events()") == 1
+    assert step.count("self.connector.take_events()") == 1
+    assert "has_pending_push_work" in inspect.getsource(Scheduler.has_requests)
+
+
+def test_events_of_the_device_say_what_their_digests_need() -> None:
+    """Fields of vLLM's events, and the order of the extra keys, that the chain is computed from."""
+    assert {
+        *("block_hashes", "parent_block_hash", "token_ids", "block_size", "medium"),
+        *("lora_name", "extra_keys", "group_idx"),
+    } <= set(BlockStored.__struct_fields__)
+    assert {"block_hashes", "medium", "group_idx"} <= set(BlockRemoved.__struct_fields__)
+    keys = (("lora", "tuned", "/path"), ("mm", "cat", -3), ("cache_salt", "pepper"))
+    assert to_event_extra_keys([keys, None]) == [("tuned", ("cat", -3), "pepper"), None]
