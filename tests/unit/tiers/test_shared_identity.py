@@ -10,7 +10,7 @@ from publisher_world import wait_until
 
 from opal_connector.cli.tiers_removal import Removed, clear, collect_garbage
 from opal_connector.reports import RateLimitedWarnings
-from opal_connector.tiers import SharedDirectory, SharedKeeper, shared_keeper
+from opal_connector.tiers import Need, SharedDirectory, SharedKeeper, shared_keeper
 from opal_connector.tiers.directory import find_slots
 from opal_connector.tiers.shared_identity import IDENTITY_NAME, shared_identity
 
@@ -93,18 +93,19 @@ def test_two_keepers_find_the_same_name_in_their_own_threads(tmp_path: Path) -> 
 
 def test_a_keeper_names_nothing_unless_it_is_asked_to(tmp_path: Path) -> None:
     keeper = _keeper(tmp_path)
-    time.sleep(0.05)
+    keeper.renew(Need(100, 0))
+    wait_until(lambda: keeper.has_news, "a grant")
     keeper.close(unused_bytes=0)
     assert keeper.identity is None
     assert not (tmp_path / IDENTITY_NAME).exists()
 
 
 def test_a_directory_that_cannot_be_named_yet_is_named_later(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(shared_keeper, "warnings", RateLimitedWarnings(shared_keeper.logger))
     (tmp_path / IDENTITY_NAME).write_text("half")
     keeper = _keeper(tmp_path, wants_identity=True)
-    shared_keeper.warnings = RateLimitedWarnings(shared_keeper.logger)
     wait_until(lambda: "cannot name the shared directory" in caplog.text, "a warning")
     assert keeper.identity is None
     (tmp_path / IDENTITY_NAME).write_text("ab" * 16)
