@@ -211,7 +211,10 @@ class PrefixIndex:
                     following, left = None, 0
                     break
                 following = get(hashes[stop])
-                left = alive & following.reach if following is not None else 0
+                if following is None:
+                    left = 0
+                    break
+                left = alive & following.reach
                 if left != alive:
                     break
                 segment, start = following, stop

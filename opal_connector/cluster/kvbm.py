@@ -10,7 +10,7 @@ from types import MappingProxyType
 from opal_connector.cluster.block_book import BlockBook
 from opal_connector.cluster.index_audit import audit_book
 from opal_connector.cluster.matching import merged, worker_matches
-from opal_connector.cluster.places import ModelPlaces
+from opal_connector.cluster.places import HashedPrefix, ModelPlaces
 from opal_connector.cluster.request import PrefixRequest, Replaced, WorkerMatch
 from opal_connector.cluster.worker_state import OpalWorkerState
 from opal_connector.events import Copy, Delete, Insert, KVCEvent, Move, ObjectFact
@@ -188,29 +188,37 @@ class KVBM:
     def scorer(self, request: PrefixRequest) -> dict[str, float]:
         """Per live worker, which part of the prompt's whole blocks it could serve; none at 0."""
         scores: dict[str, float] = {}
-        for places in self._book.asked(request.model):
-            for lora, workers in places.adapters(request.lora_name).items():
-                chain = TokenChain(request.identity(lora), places.block_tokens)
-                chain.extend(request.token_ids)
-                blocks = self.matched_blocks(places, chain.hashes, workers)
-                total = len(chain.hashes)
-                scores.update((worker, count / total) for worker, count in blocks.items())
+        for prefix in self.hashed(request):
+            total = len(prefix.hashes)
+            blocks = self.matched_blocks(prefix.places, prefix.hashes, prefix.workers)
+            scores.update((worker, count / total) for worker, count in blocks.items())
         return scores
 
     def match(self, request: PrefixRequest) -> dict[str, WorkerMatch]:
         """Per live worker what it could serve, with the tiers; none that could serve nothing."""
-        matches: dict[str, WorkerMatch] = {}
+        return self.match_hashed(self.hashed(request))
+
+    def hashed(self, request: PrefixRequest) -> list[HashedPrefix]:
+        """The request's chain of hashes, once per block size and meaning of its adapter's name."""
+        prefixes: list[HashedPrefix] = []
         for places in self._book.asked(request.model):
             for lora, workers in places.adapters(request.lora_name).items():
                 chain = TokenChain(request.identity(lora), places.block_tokens)
                 chain.extend(request.token_ids)
-                found: dict[str, WorkerMatch] | None = None
-                for group in places.scored_groups():
-                    index = places.index(group)
-                    mask = workers & places.live_mask
-                    of_group = worker_matches(places, index, chain.hashes, mask)
-                    found = of_group if found is None else merged(found, of_group)
-                matches |= found or {}
+                prefixes.append(HashedPrefix(places, chain.hashes, workers))
+        return prefixes
+
+    def match_hashed(self, prefixes: Iterable[HashedPrefix]) -> dict[str, WorkerMatch]:
+        """The same as `match`, of chains that are hashed already."""
+        matches: dict[str, WorkerMatch] = {}
+        for prefix in prefixes:
+            places = prefix.places
+            found: dict[str, WorkerMatch] | None = None
+            for group in places.scored_groups():
+                mask = prefix.workers & places.live_mask
+                of_group = worker_matches(places, places.index(group), prefix.hashes, mask)
+                found = of_group if found is None else merged(found, of_group)
+            matches |= found or {}
         return matches
 
     @staticmethod

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
+import msgspec
+
 from opal_connector.cluster.index import DEVICE_COLUMN, PrefixIndex, WorkerNames
 from opal_connector.events import DEVICE_TIER
 from opal_connector.events.channel import InstanceDescription, TierDescription
@@ -123,6 +125,14 @@ class ModelPlaces:
             if shared_id:
                 for index in self.indexes.values():
                     index.set_mounts(column, mounts.get(column, 0))
+
+
+class HashedPrefix(msgspec.Struct, frozen=True):
+    """A prompt's chain of hashes for one model, and the workers (a mask) that it is meant for."""
+
+    places: ModelPlaces
+    hashes: list[bytes]
+    workers: int
 
 
 def _shared(tiers: Iterable[TierDescription]) -> list[TierDescription]:

@@ -9,6 +9,8 @@ import msgspec
 
 from opal_connector.cluster.policies.base import Candidate, Choice, CostTerms
 
+_IDLE_SECONDS = 1.0  # of recent work: below that nobody is busy, and nothing uneven
+
 
 class BalancedSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How `Balanced` weighs.
@@ -65,7 +67,7 @@ class Balanced:
         for candidate in candidates:
             worker_id = candidate.worker_id
             rate = rates[worker_id]
-            ahead = (recent[worker_id] - least) / mean if mean else 0.0
+            ahead = (recent[worker_id] - least) / max(mean, _IDLE_SECONDS)
             costs[worker_id] = self._terms(prompt_tokens, candidate, rate, ahead)
         return costs
 

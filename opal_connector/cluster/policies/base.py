@@ -40,6 +40,11 @@ class CostTerms(msgspec.Struct, frozen=True):
     decode_seconds: float = 0.0
     evenness_seconds: float = 0.0
 
+    @property
+    def first_token_seconds(self) -> float:
+        """What the request itself would wait."""
+        return self.queue_seconds + self.fetch_seconds + self.compute_seconds + self.decode_seconds
+
     def weighted_seconds(self, work_weight: float) -> float:
         """All of it, with the work that is done for this request alone weighed."""
         work_seconds = self.fetch_seconds + self.compute_seconds
