@@ -1,6 +1,5 @@
 """Where an engine publishes its KV events, as its HTTP server says."""
 
-import urllib.error
 import urllib.request
 from typing import Any, Final
 from urllib.parse import urlsplit

@@ -89,6 +89,7 @@ class NativeMachine:
         self._heard_at = 0.0
         self._is_heard = True
         self._backward_heartbeats = 0
+        self._refusals = 0
         self._accounted_at: float | None = None
         self.metrics = SourceMetrics()
         self._sync = TierSync(index, self._talk, self._limits, self.metrics)
@@ -150,8 +151,10 @@ class NativeMachine:
             self._warnings.warn(
                 f"refused {self._name}", "%s does not answer: %s", self._name, reply.reason
             )
-            self._fail(now)
-        elif isinstance(reply, Description):
+            self._on_refused(now)
+            return self._advance(now)
+        self._refusals = 0
+        if isinstance(reply, Description):
             self._on_description(reply, now)
         elif self._is_of_this_incarnation(reply, now) and self._sync.on_reply(reply, now):
             self._talk.succeed()
@@ -327,6 +330,16 @@ class NativeMachine:
         if self._wants_description:
             return AskDescription(FORMAT_VERSION, 0)
         return self._sync.next_question(now)
+
+    def _on_refused(self, now: float) -> None:
+        """Once may be a bad moment, as when the instance begins anew."""
+        self._refusals += 1
+        if self._refusals >= self._limits.request_attempts:
+            self._refusals = 0
+            self._fail(now)
+        else:
+            self._talk.close()
+            self._talk.hold(now)
 
     def _overflow(self) -> None:
         """More batches wait than may be kept: contents are shorter."""
