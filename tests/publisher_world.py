@@ -134,15 +134,19 @@ class Listener:
     Mutable state: what was heard, appended by a thread.
     """
 
-    def __init__(self, publisher: Publisher) -> None:
-        assert publisher.endpoint is not None
-        assert publisher.publish_endpoint is not None
-        self._address = publisher.endpoint.announced
+    def __init__(
+        self, publisher: Publisher | None = None, *, ask: str = "", listen: str = ""
+    ) -> None:
+        if publisher is not None:
+            assert publisher.endpoint is not None
+            assert publisher.publish_endpoint is not None
+            ask, listen = publisher.endpoint.announced, publisher.publish_endpoint.announced
+        self._address = ask
         self._context = zmq.Context()
         self._subscriber = self._context.socket(zmq.SUB)
         self._subscriber.setsockopt(zmq.RCVHWM, 0)
         self._subscriber.setsockopt(zmq.SUBSCRIBE, b"opal1")
-        self._subscriber.connect(publisher.publish_endpoint.announced)
+        self._subscriber.connect(listen)
         self._dealer = self.dealer()
         self._next_id = 0
         self._is_closing = threading.Event()
@@ -216,8 +220,16 @@ class Listener:
         for batch in list(self.batches):
             yield from batch.events
 
+    def replayed(self) -> Present:
+        """What all batches of the incarnation add up to; they must all be kept."""
+        present: Present = {}
+        for batch in self.replay(0):
+            for event in batch.events:
+                apply(present, event)
+        return held(present)
+
     def present(self) -> Present:
-        """What all events add up to."""
+        """What all events that were heard add up to."""
         present: Present = {}
         for event in self.events():
             apply(present, event)

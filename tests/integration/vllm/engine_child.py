@@ -138,6 +138,24 @@ class EngineCalls:
                 raise TimeoutError(f"the engine does not come to rest: {self.books()}")
             self.step()
 
+    def channel(self) -> dict[str, Any]:
+        """Where the event channel is, vLLM's hashes on the device, and the tiers' runs."""
+        from vllm.v1.core.kv_cache_utils import get_block_hash
+
+        publisher = self._half.events.channel.publisher
+        cached = self._scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache
+        return {
+            "endpoint": str(publisher.endpoint.port),
+            "publish_endpoint": str(publisher.publish_endpoint.port),
+            "device": [bytes(get_block_hash(key)) for key in cached],
+            "tiers": {
+                tier.tier: [
+                    record.run for record in tier.index.records.values() if record.is_readable
+                ]
+                for tier in self._half.books.manager.storage.tiers
+            },
+        }
+
     def reset_device(self) -> None:
         """Empty the device's prefix cache, so that what hits now comes from a tier."""
         self.settle()
