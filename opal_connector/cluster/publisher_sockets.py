@@ -11,6 +11,7 @@ from opal_connector.config import Endpoint
 _QUESTION_BYTES: Final = 64 << 10
 _WAITING_BATCHES: Final = 256  # for a subscriber that does not read; the others share their bytes
 _WAITING_PARTS: Final = 16  # for a consumer that does not read its answer
+_LINGER_MILLISECONDS: Final = 300
 _PING_MILLISECONDS: Final = 5_000
 _SILENCE_MILLISECONDS: Final = 20_000  # a peer that is silent for so long is dropped with its queue
 
@@ -75,8 +76,10 @@ def open_sockets(
         OSError: An address cannot be bound.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sockets: list[zmq.Socket[bytes]] = []
     try:
         ask = _socket(context, zmq.ROUTER, endpoint)
+        sockets.append(ask)
         ask.setsockopt(zmq.ROUTER_MANDATORY, 1)
         ask.setsockopt(zmq.MAXMSGSIZE, _QUESTION_BYTES)
         ask.setsockopt(zmq.SNDHWM, _WAITING_PARTS)
@@ -84,18 +87,20 @@ def open_sockets(
         asked = _bind(ask, endpoint)
         wanted = publish_endpoint or (asked.next_to(1) if endpoint.port else endpoint)
         publish = _socket(context, zmq.PUB, wanted)
+        sockets.append(publish)
         publish.setsockopt(zmq.SNDHWM, _WAITING_BATCHES)
         published = _bind(publish, wanted)
         yield ChannelSockets(ask, publish), asked, published
     finally:
-        context.destroy(linger=0)
+        for opened in sockets:
+            opened.close(linger=_LINGER_MILLISECONDS)  # the last batch is on its way yet
+        context.term()
 
 
 def _socket(
     context: "zmq.Context[zmq.Socket[bytes]]", kind: int, endpoint: Endpoint
 ) -> "zmq.Socket[bytes]":
     socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, int(endpoint.host.startswith("[")))
     socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MILLISECONDS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MILLISECONDS)

@@ -30,6 +30,8 @@ from opal_connector.managers.jobs import OpenJob
 from opal_connector.sharing import SharedTierLink
 from opal_connector.transfers import JobResult
 
+_ADAPTERS = 4_096  # that a description may name
+
 
 class EngineFacts(BookFacts):
     """What the publisher's thread may ask of an engine.
@@ -128,8 +130,11 @@ class NativeChannel:
 
     def see_adapter(self, identity: LoraIdentity) -> None:
         """A request has named an adapter whose identity is known."""
-        if self.facts.adapters.get(identity.name) != identity:
-            self.facts.adapters[identity.name] = identity
+        adapters = self.facts.adapters
+        if adapters.get(identity.name) != identity:
+            adapters[identity.name] = identity
+            if len(adapters) > _ADAPTERS:
+                del adapters[next(iter(adapters))]
             self.publisher.hear_device(AdapterSeen(identity.name))
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm_parts import announced, prompt, replay
 
+from opal_connector.cluster import publisher as publisher_module
 from opal_connector.cluster.publisher import Publisher
 from opal_connector.events.channel import Description, TierDescription
 from opal_connector.integrations.vllm.guard import hook_faults
@@ -44,6 +46,7 @@ class World:
         config.write_text(json.dumps({"events": EVENTS | (channel or {}), "instance_id": "engine"}))
         options = {"events": False, "kvcevent_coalesce_time": 0.01} | options
         engine = Engine(opal_config=str(config), **options)
+        engine.half._clock = time.monotonic  # vLLM's stream waits for it
         self.engines.append(engine)
         publisher = self.publisher(engine)
         wait_until(lambda: publisher.publish_endpoint, "the channel to open")
@@ -299,3 +302,46 @@ def _as_rank_two(make: Any) -> Any:
         return make(engine, *args)
 
     return made
+
+
+def _sharing(world: World, path: Path, **options: Any) -> Engine:
+    return world.engine(
+        kvc_tiers=["CPUMemory", "DistributedFS"],
+        DistributedFS={"path": str(path), "capacity_GB": "16MiB"},
+        **options,
+    )
+
+
+def _tiers(world: World, engine: Engine) -> tuple[TierDescription, ...]:
+    with Listener(world.publisher(engine)) as listener:
+        described = listener.description()
+        assert isinstance(described, Description)
+        return described.instance.tiers
+
+
+def test_instances_that_mount_one_directory_announce_one_tier(world: World, tmp_path: Path) -> None:
+    """Wherever they mount it; another model in it is another tier."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").symlink_to(tmp_path / "here")
+    first, second = _sharing(world, tmp_path / "here"), _sharing(world, tmp_path / "there")
+    other = _sharing(world, tmp_path / "here", weights_id="another model")
+    tiers = [_tiers(world, engine) for engine in (first, second, other)]
+    assert [tier.name for tier in tiers[0]] == ["Device", "CPUMemory", "DistributedFS"]
+    assert [tier.is_persistent for tier in tiers[0]] == [False, False, True]
+    assert tiers[0] == tiers[1]
+    shared_ids = {tier.shared_id for of_one in tiers for tier in of_one if tier.is_persistent}
+    assert len(shared_ids) == 2
+    assert "" not in shared_ids
+    assert {tier.shared_id for of_one in tiers for tier in of_one if not tier.is_persistent} == {""}
+
+
+def test_a_shared_directory_that_tells_no_name_is_announced_as_local_after_a_while(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "READY_SECONDS", 0.2)
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "identity").write_text("half")
+    engine = _sharing(world, tmp_path / "root")
+    assert _tiers(world, engine)[-1] == TierDescription("DistributedFS", is_persistent=True)
+    (tmp_path / "root" / "identity").write_text("ab" * 16)
+    assert _tiers(world, engine)[-1].shared_id == ""
