@@ -27,7 +27,8 @@ from opal_connector.reports import RateLimitedWarnings
 
 logger = logging.getLogger(__name__)
 
-_TICK_SECONDS: Final = 0.05
+_TICK_SECONDS: Final = 0.1
+_MAX_SOCKETS: Final = 16_384  # ZMQ stops at 1023, and a source has up to four
 
 _Shell = NativeShell | VllmShell
 
@@ -81,6 +82,7 @@ class KVBMFeed:
             raise ValueError(f"source {source.name!r} is followed already; add it once")
         if self._context is None:
             self._context = zmq.Context()
+            self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         try:
             self._shells[source.name] = self._new_shell(source, self._context)
         except zmq.ZMQError as error:

@@ -26,7 +26,7 @@ from opal_connector.events.channel import (
 )
 from opal_connector.events.facts import DEVICE_TIER, KVCEvent
 
-_LONGEST_COMPARE_HOLD = 30.0
+_LONGEST_COMPARE_HOLD = 60.0
 
 
 class TierSync:

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +16,7 @@ from tier_world import World
 
 from opal_connector.cluster.ingest import KVBMFeed, NativeSource, SourceState, VllmSource
 from opal_connector.cluster.kvbm import KVBM
+from opal_connector.events import KVCEvent
 from opal_connector.events.channel import Published
 from opal_connector.managers import OpalKVCacheManager
 
@@ -74,8 +75,8 @@ def test_a_feed_that_comes_late_knows_what_the_books_hold_and_follows_them() -> 
         publisher.close()
 
 
-def test_lost_messages_of_a_real_channel_are_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every third batch is lost before it is applied; the index is right all the same."""
+def test_a_bad_link_to_real_books_is_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores, demotions, evictions and resets, whose batches are lost, repeated and reordered."""
     manager = three_tiers()
     publisher = open_channel(manager)
 
@@ -87,8 +88,18 @@ def test_lost_messages_of_a_real_channel_are_brought_back(monkeypatch: pytest.Mo
             machine = feed._shells[source_of(publisher).name].machine
             real, generator = machine.on_published, random.Random(3)
 
+            late: list[tuple[Published, int]] = []
+
             def lossy(message: Published, size: int, now: float) -> list[Any]:
-                return [] if generator.random() < 0.3 else real(message, size, now)
+                actions = []
+                fate = generator.random()
+                if fate < 0.15:
+                    late.append((message, size))
+                for _ in range((fate >= 0.4) + (fate >= 0.8)):
+                    actions += real(message, size, now)
+                if late and generator.random() < 0.4:
+                    actions += real(*late.pop(), now)
+                return actions
 
             monkeypatch.setattr(machine, "on_published", lossy)
             for seed in range(8):
@@ -96,7 +107,39 @@ def test_lost_messages_of_a_real_channel_are_brought_back(monkeypatch: pytest.Mo
                 await eventually(lambda: known(kvbm, "one") == held(books_blocks(manager)))
             assert machine.metrics.gaps > 0
             assert machine.metrics.replayed_batches > 0
+            assert machine.metrics.duplicates > 0
             assert machine.metrics.purges == 0
+
+    try:
+        run(body())
+    finally:
+        publisher.close()
+
+
+def test_a_batch_that_cannot_be_applied_makes_its_source_begin_again() -> None:
+    """A fault inside the index is not the end of a source, nor of the loop."""
+
+    class Failing(KVBM):
+        faults = 3
+
+        def process_kvc_events(self, worker_id: str, events: Iterable[KVCEvent]) -> None:
+            if self.faults:
+                self.faults -= 1
+                raise RuntimeError("on purpose")
+            super().process_kvc_events(worker_id, events)
+
+    manager = three_tiers()
+    publisher = open_channel(manager)
+
+    async def body() -> None:
+        kvbm = Failing()
+        async with KVBMFeed(kvbm) as feed:
+            feed.add(source_of(publisher))
+            await eventually(lambda: feed.statuses()[0].is_settled)
+            busy(manager, 9, 40)
+            await eventually(lambda: known(kvbm, "one") == held(books_blocks(manager)))
+            await eventually(lambda: feed.statuses()[0].is_settled)
+            assert feed.statuses()[0].metrics.faults > 0
 
     try:
         run(body())

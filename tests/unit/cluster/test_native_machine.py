@@ -334,6 +334,10 @@ def test_sequence_numbers_that_go_back_within_an_incarnation_begin_it_anew() -> 
     world.settle()
     world.instance.incarnation -= 1
     world.instance.restart()
+    for _ in range(3):
+        world.heartbeat()
+        world.deliver()
+    assert known(world) == {}, "at once"
     world.instance.insert(sample_object(6), MEMORY)
     world.settle(rounds=5)
 
@@ -470,6 +474,26 @@ def test_replay_is_asked_from_the_first_missing_batch() -> None:
 
     assert isinstance(world.asked[-1], AskReplay)
     assert world.asked[-1].first_sequence == 1
+
+
+def test_a_repair_during_which_too_much_happened_is_done_again() -> None:
+    limits = SourceLimits(buffered_batches=1)
+    world = IngestWorld(instance=loaded(*range(0, 8, 2)), limits=limits).settled()
+    world.kvbm.workers["a"].tiers[0, MEMORY].clear()
+    world.heartbeat()
+    world.deliver()
+    world.answer()
+    for number in range(8, 40):
+        world.instance.insert(sample_object(number), MEMORY)
+    world.flush(1)
+    while world.published:
+        world.deliver()
+    while world.replies:
+        world.reply()
+    assert len(known(world)[0, MEMORY]) >= 32, "an old answer must not undo what came since"
+    world.settle()
+
+    assert is_equal(world)
 
 
 def test_time_in_each_state_is_counted() -> None:

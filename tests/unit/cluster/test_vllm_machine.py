@@ -237,6 +237,17 @@ def test_a_disconnected_engine_is_not_scored_and_is_checked_when_it_is_back() ->
     assert is_equal(world)
 
 
+def test_without_a_replay_an_absence_costs_what_was_known() -> None:
+    """Whether it is the same process, and what it did meanwhile, cannot be told."""
+    world = following(0, has_replay=False)
+    world.disconnect()
+    world.connect()
+
+    assert known(world) == {}
+    assert world.machine.state is SourceState.LIVE
+    assert world.machine.metrics.purges == 1
+
+
 def test_ranks_are_workers_of_their_own() -> None:
     """Taken for one worker, each rank is credited with what only the others hold."""
     kvbm = NaiveKVBM()
