@@ -4,8 +4,9 @@ from naive_kvbm import NaiveKVBM
 from simulated_engine import SimulatedEngine
 
 from opal_connector.cluster.ingest.states import BlockIndex, SourceLimits
-from opal_connector.cluster.ingest.vllm_machine import AskReplayFrom, VllmMachine
+from opal_connector.cluster.ingest.vllm_machine import VllmMachine
 from opal_connector.cluster.ingest.vllm_ranks import EngineDescription
+from opal_connector.cluster.ingest.vllm_replay import AskReplayFrom
 
 # Patient: giving up has its own tests.
 ENGINE_LIMITS = SourceLimits(buffered_batches=6, remembered_payloads=64, request_attempts=100)

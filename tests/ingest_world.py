@@ -1,11 +1,12 @@
 """A simulated instance, a link that loses, repeats and reorders, and a machine that follows it."""
 
 from naive_kvbm import NaiveKVBM
-from simulated_instance import SimulatedInstance
+from simulated_instance import MEMORY, SimulatedInstance, sample_object
 
 from opal_connector.cluster.ingest.native_machine import Action, Ask, NativeMachine
 from opal_connector.cluster.ingest.states import BlockIndex, SourceLimits, SourceState
 from opal_connector.events.channel import (
+    AskContents,
     Question,
     decode_published,
     decode_question,
@@ -106,3 +107,23 @@ class IngestWorld:
         self.settle()
         assert self.machine.state is SourceState.LIVE
         return self
+
+
+def loaded(*numbers: int, tier: str = MEMORY, **settings: int) -> SimulatedInstance:
+    instance = SimulatedInstance(**settings)
+    for number in numbers:
+        instance.insert(sample_object(number), tier)
+    instance.flush()
+    return instance
+
+
+def known(world: IngestWorld) -> dict[tuple[int, str], set[bytes]]:
+    return world.kvbm.blocks(world.instance.instance_id)
+
+
+def is_equal(world: IngestWorld) -> bool:
+    return known(world) == world.instance.blocks()
+
+
+def contents_asked(world: IngestWorld) -> list[AskContents]:
+    return [question for question in world.asked if isinstance(question, AskContents)]

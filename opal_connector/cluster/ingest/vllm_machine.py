@@ -9,7 +9,6 @@ be given up.
 import logging
 from collections.abc import Callable
 
-import msgspec
 import xxhash
 
 from opal_connector.cluster.ingest.pending import PendingBatches
@@ -20,17 +19,12 @@ from opal_connector.cluster.ingest.states import (
     SourceState,
 )
 from opal_connector.cluster.ingest.vllm_ranks import EngineDescription, EngineRanks
+from opal_connector.cluster.ingest.vllm_replay import AskReplayFrom, OpenReplay
 from opal_connector.cluster.ingest.vllm_wire import decode_engine_batch
 from opal_connector.events.channel import MessageError
 from opal_connector.reports import RateLimitedWarnings
 
 logger = logging.getLogger(__name__)
-
-
-class AskReplayFrom(msgspec.Struct, frozen=True):
-    """Ask the engine for all batches from this one on, and hear no older answer any more."""
-
-    first_sequence: int
 
 
 class VllmMachine:
@@ -67,15 +61,10 @@ class VllmMachine:
         self._is_connected = False
         self._is_verified = True
         self._was_connected = False
+        self._was_disconnected = False
         self._gap_since: float | None = None
-        self._replay_first: int | None = None  # of the open replay
-        self._has_progress = False
-        self._asked_in_gap = False  # else what is missing was published after the answer
-        self._is_first_replayed = False
-        self._is_poll = False
+        self._replay = OpenReplay(self._limits)
         self._heard_at = 0.0
-        self._replay_heard_at = 0.0
-        self._attempt = 0
         self._accounted_at: float | None = None
         self._asks: list[AskReplayFrom] = []
 
@@ -88,7 +77,7 @@ class VllmMachine:
             return SourceState.INIT
         if not self._is_connected or not self._is_verified:
             return SourceState.STALE
-        if self._is_replaying and not self._is_poll and self._gap_since is None:
+        if self._replay.is_open and not self._replay.is_poll and self._gap_since is None:
             return SourceState.SYNCING
         return SourceState.LIVE if self._gap_since is None else SourceState.GAP
 
@@ -100,18 +89,16 @@ class VllmMachine:
     @property
     def is_settled(self) -> bool:
         """Whether it is LIVE and waits for nothing."""
-        return self.state is SourceState.LIVE and not self._is_replaying
-
-    @property
-    def _is_replaying(self) -> bool:
-        return self._replay_first is not None
+        return self.state is SourceState.LIVE and not self._replay.is_open
 
     # ---- what moves it ----
 
     def on_connected(self, now: float) -> list[AskReplayFrom]:
         """The stream is there, for the first time or again; it may be another process."""
         self._account(now)
-        self._connect(now)
+        # A message may have come before its connection was told of.
+        if not self._is_connected or self._was_disconnected:
+            self._connect(now)
         return self._taken()
 
     def _connect(self, now: float) -> None:
@@ -131,7 +118,8 @@ class VllmMachine:
         """The stream is gone: what it said is kept and not used."""
         self._account(now)
         self._is_connected = False
-        self._replay_first = None
+        self._was_disconnected = True
+        self._replay.close()
         self._pending.clear()  # it may be of a process that is no more
         self._gap_since = None
         self.ranks.set_live(is_live=False)
@@ -145,7 +133,7 @@ class VllmMachine:
         self._heard_at = now
         if not self._is_connected:
             self._connect(now)
-        if self._replay_first is None or self._is_poll:
+        if not self._replay.is_open or self._replay.is_poll:
             self._take(sequence, payload, now)
         else:
             self._wait(sequence, payload)
@@ -155,28 +143,26 @@ class VllmMachine:
         """Take a batch of the open replay."""
         self._account(now)
         self.metrics.bytes += len(payload)
-        if self._replay_first is None:
+        if not self._replay.is_open:
             self.metrics.late += 1
             return self._taken()
-        self._replay_heard_at = now
         self.metrics.replayed_batches += 1
-        if self._is_first_replayed:
-            self._is_first_replayed = False
+        if self._replay.heard(now):
             self._begin_replayed(sequence)
         if self._applied is None or sequence > self._applied:
-            self.metrics.lost_tails += self._is_poll and not self._has_progress
-            self._has_progress = True
+            self.metrics.lost_tails += self._replay.is_poll and not self._replay.has_progress
+            self._replay.has_progress = True
         self._take(sequence, payload, now)
         return self._taken()
 
     def on_replay_end(self, now: float) -> list[AskReplayFrom]:
         """The open replay has ended."""
         self._account(now)
-        if self._replay_first is None:
+        if not self._replay.is_open:
             self.metrics.late += 1
             return self._taken()
         self.metrics.replays += 1
-        if self._is_first_replayed and self._applied is not None and self._applied >= 0:
+        if self._replay.is_empty and self._applied is not None and self._applied >= 0:
             # Not even the last batch that was seen: this engine has not come that far yet.
             self._restart(keep_waiting=True)
             self._ask_replay(now)
@@ -206,12 +192,10 @@ class VllmMachine:
         self._account(now)
         self.metrics.parked = self.ranks.parked_count()
         limits = self._limits
-        if self._replay_first is not None:
-            if now - self._replay_heard_at >= limits.request_seconds * (1 << min(self._attempt, 3)):
+        if self._replay.is_open:
+            if self._replay.is_overdue(now):
                 self.metrics.timeouts += 1
-                self._attempt = 0 if self._has_progress else self._attempt + 1
-                self._has_progress = False
-                if self._attempt < limits.request_attempts:
+                if self._replay.may_try_again():
                     self._send_replay(now)
                 else:
                     self._end_replay(now, is_whole=False)
@@ -221,13 +205,12 @@ class VllmMachine:
             else:
                 self._rebase("batches were lost, and it has no replay")
         elif self._has_replay and self._is_connected and self._is_quiet(now):
-            self._ask_replay(now)
-            self._is_poll = True
+            self._ask_replay(now, is_poll=True)
         return self._taken()
 
     def _is_quiet(self, now: float) -> bool:
         """Whether it is time to see whether the last batch was lost, or the engine replaced."""
-        heard_at = max(self._heard_at, self._replay_heard_at)
+        heard_at = max(self._heard_at, self._replay.heard_at)
         return now - heard_at >= self._limits.quiet_seconds
 
     # ---- applying in order ----
@@ -242,12 +225,11 @@ class VllmMachine:
             self._take(sequence, payload, now)
         elif sequence > applied:
             self._wait(sequence, payload)
-            if self._gap_since is None and self._replay_first is None:
+            if self._gap_since is None and not self._replay.is_open:
                 self.metrics.gaps += 1
                 self._gap_since = now
         elif self._seen.get(sequence) == xxhash.xxh3_64_intdigest(payload):
-            if self._replay_first is None:
-                self.metrics.duplicates += 1
+            self.metrics.duplicates += not self._replay.is_open
         else:
             self._restart()
             if self._has_replay:
@@ -274,6 +256,7 @@ class VllmMachine:
             self.metrics.malformed += 1
             self._give_up(f"a batch cannot be read ({error})")
             self._applied = sequence
+            self._seen[sequence] = xxhash.xxh3_64_intdigest(payload)
             return
         self.ranks.apply(batch)
 
@@ -288,7 +271,7 @@ class VllmMachine:
             if self._gap_since is not None:
                 self.metrics.reordered += 1
             self._apply(self._applied + 1, payload)
-        if self._replay_first is None:
+        if not self._replay.is_open:
             self._look_for_gap(now)
 
     def _look_for_gap(self, now: float) -> None:
@@ -300,19 +283,14 @@ class VllmMachine:
 
     # ---- replays ----
 
-    def _ask_replay(self, now: float) -> None:
-        self._attempt = 0
-        self._has_progress = False
-        self._asked_in_gap = bool(self._pending)
-        self._is_poll = False
+    def _ask_replay(self, now: float, *, is_poll: bool = False) -> None:
+        self._replay.begin(in_gap=bool(self._pending), is_poll=is_poll)
         self._send_replay(now)
 
     def _send_replay(self, now: float) -> None:
+        self._replay.send(now)
         # One that is known already, to see whether the engine is still the same.
-        self._replay_first = max(self._applied, 0) if self._applied is not None else 0
-        self._is_first_replayed = True
-        self._replay_heard_at = now
-        self._asks = [AskReplayFrom(self._replay_first)]
+        self._asks = [AskReplayFrom(max(self._applied or 0, 0))]
 
     def _begin_replayed(self, sequence: int) -> None:
         """See where a replay begins: at what is known, or too late."""
@@ -321,7 +299,7 @@ class VllmMachine:
         self._give_up("what it replays does not reach back to what is known")
 
     def _end_replay(self, now: float, *, is_whole: bool) -> None:
-        self._replay_first = None
+        self._replay.close()
         if self._applied is None and is_whole and not self._pending:
             self._applied = -1  # it has published nothing so far
         if not is_whole and not self._is_verified:
@@ -330,7 +308,7 @@ class VllmMachine:
             return
         self._is_verified = True
         self._drain(now)
-        is_lost = self._asked_in_gap and not self._has_progress
+        is_lost = self._replay.asked_in_gap and not self._replay.has_progress
         if self._pending and (not is_whole or is_lost):
             self._rebase("batches were lost, and its replay does not have them")
         elif self._pending:
@@ -346,7 +324,7 @@ class VllmMachine:
             payload = self._pending.pop(lowest)
             if payload is not None:
                 self._take(lowest, payload, now)
-                if self._is_replaying:
+                if self._replay.is_open:
                     return False
         return True
 

@@ -9,7 +9,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from opal_connector.cluster.ingest.pump import Context, Pump, new_socket
 from opal_connector.cluster.ingest.sources import SourceStatus, VllmSource
-from opal_connector.cluster.ingest.vllm_machine import AskReplayFrom, VllmMachine
+from opal_connector.cluster.ingest.vllm_machine import VllmMachine
+from opal_connector.cluster.ingest.vllm_replay import AskReplayFrom
 
 _WAITING_MESSAGES: Final = 10_000
 # An engine sends its whole replay at once, and drops what does not fit into its own queue.

@@ -301,6 +301,35 @@ def test_an_unreadable_batch_costs_what_was_known() -> None:
     assert world.machine.metrics.malformed == 1
 
 
+def test_an_unreadable_batch_that_is_replayed_is_no_restart() -> None:
+    """Else the engine would be begun anew at every look at its last batch."""
+    world = following(0)
+    world.engine.sequence += 1
+    world.engine.log.append((world.engine.sequence, b"\xc1"))
+    world.published.append(world.engine.log[-1])
+    world.drain()
+    for _ in range(3):
+        world.tick(6.0)
+        world.drain()
+
+    assert world.machine.metrics.restarts == 0
+    assert world.machine.metrics.malformed == 1
+
+
+@pytest.mark.parametrize("has_replay", [True, False])
+def test_a_message_before_its_connection_is_told_of_is_kept(has_replay: bool) -> None:
+    """Two sockets tell of them, in any order."""
+    world = EngineWorld(has_replay=has_replay)
+    world.engine.store(0)
+    world.flush()
+    world.deliver()
+    world.connect()
+    world.drain()
+
+    assert is_equal(world)
+    assert world.machine.metrics.connections == 1
+
+
 def test_an_adapters_blocks_match_only_requests_for_it() -> None:
     kvbm = KVBM()
     machine = VllmMachine(kvbm, "engine", has_replay=False)
