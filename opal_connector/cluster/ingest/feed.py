@@ -87,7 +87,7 @@ class KVBMFeed:
             self._shells[source.name] = self._new_shell(source, self._context)
         except zmq.ZMQError as error:
             raise ValueError(
-                f"source {source.name!r}: {source.endpoint!r} is no endpoint such as "
+                f"source {source.name!r}: {source!r} names an endpoint that is none such as "
                 f"'tcp://127.0.0.1:5601' ({error})"
             ) from error
         if self._ticker is None:

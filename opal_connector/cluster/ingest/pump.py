@@ -79,6 +79,19 @@ class Pump:
             self._socket.close(linger=0)
 
 
+def connect(socket: Socket, endpoint: str) -> None:
+    """Connect, or close the socket.
+
+    Raises:
+        zmq.ZMQError: The endpoint is none.
+    """
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError:
+        socket.close(linger=0)
+        raise
+
+
 def new_socket(context: Context, kind: int, *, waiting_messages: int) -> Socket:
     """A socket that notices dead peers, comes back to them, and bounds what it keeps."""
     socket = context.socket(kind)

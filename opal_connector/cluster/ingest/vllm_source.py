@@ -7,7 +7,7 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from opal_connector.cluster.ingest.pump import Context, Pump, new_socket
+from opal_connector.cluster.ingest.pump import Context, Pump, Socket, connect, new_socket
 from opal_connector.cluster.ingest.sources import SourceStatus, VllmSource
 from opal_connector.cluster.ingest.vllm_machine import VllmMachine
 from opal_connector.cluster.ingest.vllm_replay import AskReplayFrom
@@ -40,6 +40,9 @@ class VllmShell:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._replay: Pump | None = None
+        if source.replay_endpoint is not None:
+            # Whoever adds the source is told of a mistake; later nobody could be.
+            self._replay_socket(source.replay_endpoint).close(linger=0)
         stream = new_socket(context, zmq.SUB, waiting_messages=_WAITING_MESSAGES)
         stream.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
         # It has no reader besides the pump, and ends with its socket.
@@ -123,10 +126,14 @@ class VllmShell:
             self._end_replay()
             if self.source.replay_endpoint is None:
                 continue
-            socket = new_socket(self._context, zmq.DEALER, waiting_messages=_WAITING_REPLAYED)
-            socket.connect(self.source.replay_endpoint)
+            socket = self._replay_socket(self.source.replay_endpoint)
             self._replay = Pump(socket, self._on_replayed, self._on_fault, self._loop)
             self._replay.send([b"", ask.first_sequence.to_bytes(8, "big")])
+
+    def _replay_socket(self, endpoint: str) -> Socket:
+        socket = new_socket(self._context, zmq.DEALER, waiting_messages=_WAITING_REPLAYED)
+        connect(socket, endpoint)
+        return socket
 
     def _end_replay(self) -> None:
         if self._replay is not None:

@@ -14,7 +14,7 @@ from publisher_world import Publisher, books_blocks, held, open_channel, shuffle
 from simulated_engine import SimulatedEngine
 from tier_world import World
 
-from opal_connector.cluster.ingest import KVBMFeed, NativeSource, SourceState, VllmSource
+from opal_connector.cluster.ingest import KVBMFeed, NativeSource, Source, SourceState, VllmSource
 from opal_connector.cluster.kvbm import KVBM
 from opal_connector.events import KVCEvent
 from opal_connector.events.channel import Published
@@ -223,6 +223,35 @@ def test_dead_and_broken_sources_disturb_nobody() -> None:
         run(body())
     finally:
         publisher.close()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        NativeSource("no endpoint"),
+        VllmSource(worker="v", endpoint="no endpoint"),
+        VllmSource(worker="v", endpoint="tcp://127.0.0.1:9", replay_endpoint="no endpoint"),
+    ],
+    ids=repr,
+)
+def test_a_source_that_cannot_be_one_is_refused_when_it_is_added(source: Source) -> None:
+    async def body() -> None:
+        async with KVBMFeed(KVBM()) as feed:
+            with pytest.raises(ValueError, match="names an endpoint that is none"):
+                feed.add(source)
+            assert feed.statuses() == []
+
+    run(body())
+
+
+def test_a_source_is_added_once() -> None:
+    async def body() -> None:
+        async with KVBMFeed(KVBM()) as feed:
+            feed.add(NativeSource("tcp://127.0.0.1:9"))
+            with pytest.raises(ValueError, match="followed already"):
+                feed.add(NativeSource("tcp://127.0.0.1:9"))
+
+    run(body())
 
 
 def test_a_second_source_for_the_same_worker_is_refused() -> None:
