@@ -27,7 +27,7 @@ from opal_connector.cli.kvbm_output import (
     print_match,
     print_verify,
     verify_facts,
-    watch_table,
+    watch_tables,
 )
 from opal_connector.cli.kvbm_prompt import read_tokens
 from opal_connector.cli.kvbm_sources import SourceOptions, read_sources, source_options
@@ -79,9 +79,9 @@ def watch(as_json: bool, once: bool, wait_seconds: float, **sources: tuple[str, 
                 if as_json:
                     click.echo(json.dumps({"at": time.time(), "instances": rows}))
                 elif once:
-                    output_console().print(watch_table(rows))
+                    output_console().print(watch_tables(rows))
                 elif show is not None:
-                    show.update(watch_table(rows), refresh=True)
+                    show.update(watch_tables(rows), refresh=True)
                 if once:
                     return
                 await _pause(stop, REFRESH_SECONDS)

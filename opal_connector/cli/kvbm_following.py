@@ -57,7 +57,7 @@ async def follow(options: SourceOptions) -> AsyncIterator[Following]:
         try:
             sources += await asyncio.to_thread(discover, url)
         except DiscoveryError as error:
-            raise CommandFailure(f"{url} cannot be followed: {error}.") from error
+            raise CommandFailure(f"{error}.") from error
     following = Following()
     try:
         for source in sources:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from rich.console import Group
 from rich.table import Table
 
 from opal_connector.cli.kvbm_verify import VerifyReport
@@ -111,36 +112,24 @@ def _tier_facts(state: OpalWorkerState) -> list[Facts]:
     return rows
 
 
-_WATCH_COLUMNS = (
-    *("instance", "state", "up", "tier", "blocks", "chunks", "used", "limit"),
-    *("events/s", "gaps", "running", "waiting", "prefill tok/s"),
-)
+_INSTANCE_COLUMNS = ("instance", "state", "up", "events/s", "gaps", "run", "wait", "prefill/s")
+_TIER_COLUMNS = ("instance", "tier", "blocks", "chunks", "used", "limit")
 
 
-def watch_table(rows: Sequence[Facts]) -> Table:
-    """A line per worker and tier; what is of the worker stands in its first line."""
-    table = Table(*_WATCH_COLUMNS, box=None, pad_edge=False)
+def watch_tables(rows: Sequence[Facts]) -> Group:
+    """A line per instance, and below a line per tier; both fit a terminal of 80 columns."""
+    instances = Table(*_INSTANCE_COLUMNS, box=None, pad_edge=False)
+    tiers = Table(*_TIER_COLUMNS, box=None, pad_edge=False)
     for row in rows:
-        for place, tier in enumerate(row["tiers"] or [{}]):
-            first = place == 0
-            table.add_row(
-                *(_worker_cells(row) if first else ("", "", "")),
-                tier.get("tier", ""),
-                *(_number(tier.get(key)) for key in ("blocks", "chunks")),
-                *(_size(tier.get(key)) for key in ("used_bytes", "capacity_bytes")),
-                *(_load_cells(row) if first else ("",) * 5),
-            )
-    return table
-
-
-def _worker_cells(row: Facts) -> tuple[str, str, str]:
-    name = row["instance"] or f"({row['source']})"
-    return name, row["state"], _age(row.get("age_seconds"))
-
-
-def _load_cells(row: Facts) -> tuple[str, ...]:
-    keys = ("events_per_second", "gaps", "running", "waiting", "prefill_tokens_per_second")
-    return tuple(_number(row.get(key)) for key in keys)
+        name = row["instance"] or f"({row['source']})"
+        keys = ("events_per_second", "gaps", "running", "waiting", "prefill_tokens_per_second")
+        numbers = [_number(row.get(key)) for key in keys]
+        instances.add_row(name, row["state"], _age(row.get("age_seconds")), *numbers)
+        for tier in row["tiers"]:
+            counts = [_number(tier[key]) for key in ("blocks", "chunks")]
+            sizes = [_size(tier[key]) for key in ("used_bytes", "capacity_bytes")]
+            tiers.add_row(name, tier["tier"], *counts, *sizes)
+    return Group(instances, "", tiers)
 
 
 def _number(value: float | None) -> str:

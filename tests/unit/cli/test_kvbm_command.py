@@ -1,6 +1,9 @@
 """`opal kvbm`: what a person sees of real event channels, and that a difference is found."""
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -197,17 +200,41 @@ def test_match_reads_a_text_with_the_models_tokenizer(tmp_path: Path) -> None:
 
 def test_watch_once_shows_instance_state_and_tiers(channel: str) -> None:
     (row,) = facts("watch", "--instance", channel, "--once")["instances"]
-    table = run("watch", "--instance", channel, "--once").stdout
+    shown = run("watch", "--instance", channel, "--once").stdout.splitlines()
 
     assert (row["instance"], row["state"], row["gaps"]) == ("one", "live", 0)
     assert [(tier["tier"], tier["blocks"]) for tier in row["tiers"]] == [(TIER, 6)]
-    assert table.splitlines()[1].split()[:2] == ["one", "live"]
+    assert shown[1].split()[:2] == ["one", "live"]
+    assert shown[4].split()[:4] == ["one", TIER, "6", "6"]
 
 
 def test_watch_shows_a_source_that_was_never_heard() -> None:
     (row,) = facts("watch", "--instance", NOBODY, "--once", "--wait", "0.1")["instances"]
 
     assert (row["instance"], row["source"], row["state"]) == (None, NOBODY, "init")
+
+
+def test_watch_ends_with_ctrl_c_and_has_written_whole_lines(channel: str) -> None:
+    command = [sys.executable, "-m", "opal_connector.cli.main", "kvbm", "watch", "--json"]
+    with subprocess.Popen(
+        [*command, "--instance", channel], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        looks = [json.loads(process.stdout.readline()) for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        looks += map(json.loads, process.stdout)
+
+    assert process.returncode == 0
+    assert looks[2]["instances"][0]["instance"] == "one"
+    assert looks[0]["at"] < looks[1]["at"] < looks[2]["at"]
+
+
+def test_server_that_does_not_say_where_its_events_are_is_named() -> None:
+    result = run("dump", "--vllm-url", "http://127.0.0.1:9")
+
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: http://127.0.0.1:9/kv_event_sources does not answer")
+    assert result.stderr.count("\n") == 1
 
 
 def test_verify_finds_no_difference_where_there_is_none(channel: str) -> None:
