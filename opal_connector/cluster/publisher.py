@@ -34,14 +34,15 @@ warnings = RateLimitedWarnings(logger)
 
 TOPIC: Final = b"opal1"
 READY_SECONDS: Final = 10.0  # that the channel waits for a description
-_INBOX_EVENTS: Final = 1 << 18  # beyond half of it this thread was starved
-_EVENTS_AT_ONCE: Final = 1_024  # between two looks at the inbox
+_INBOX_EVENTS: Final = 1 << 20  # beyond half of it this thread was starved
+_EVENTS_AT_ONCE: Final = 256  # between two looks at the inbox
 _EVENTS_PER_TURN: Final = 16_384  # before questions get theirs
 _QUESTIONS_AT_ONCE: Final = 16
 _OPEN_ANSWERS: Final = 64
 _ANSWER_SECONDS: Final = 30.0  # without progress
 _WAIT_SECONDS: Final = 0.1  # how long a close may take to be noticed
 _SHORTEST_SECONDS: Final = 0.002
+_BREATH_SECONDS: Final = 0.0001  # in which the engine gets the interpreter, if it waits for it
 _ANEW_SECONDS: Final = 5.0
 
 
@@ -215,6 +216,7 @@ class Publisher:
             is_empty = self._drain(sockets, stream)
             if is_empty:
                 break
+            time.sleep(_BREATH_SECONDS)
         self._flush(sockets, stream)
         return is_empty
 
@@ -309,6 +311,7 @@ class Publisher:
         if not self._answers or not self._is_whole:
             return
         answer = self._answers.popleft()
+        time.sleep(_BREATH_SECONDS)
         try:
             if self._advance(sockets, answer):
                 self._answers.append(answer)

@@ -26,9 +26,9 @@ from opal_connector.events.channel import (
     encode_message,
 )
 
-PART_BYTES: Final = 256 << 10
+PART_BYTES: Final = 128 << 10
 _FACT_OVERHEAD_BYTES: Final = 48
-_FACTS_AT_ONCE: Final = 2_048  # looked at before others get their turn
+_FACTS_AT_ONCE: Final = 1_024  # looked at before others get their turn
 _REPLAY_BATCHES: Final = 1_024
 
 
