@@ -23,6 +23,7 @@ async def credits_of(service: SelectionService, model: str, tokens: list[int]) -
         "device_blocks": worker["device_blocks"],
         "host_blocks": worker["host_pinned_extension_blocks"],
         "disk_blocks": worker["disk_extension_blocks"],
+        "shared_blocks": worker["shared_beyond_device_blocks"] or 0,
         "prefill_tokens": selected["effective_prefill_tokens"],
     }
 

@@ -72,8 +72,8 @@ def prompt(number: int, blocks: int = PROMPT_BLOCKS) -> list[int]:
 
 
 @contextlib.contextmanager
-def running_engine(directory: Path, reporter: Reporter) -> Iterator[Engine]:
-    """An engine whose device holds five prompts, its memory fifteen, and its disk all."""
+def running_engine(directory: Path, reporter: Reporter, last_tier: Tier) -> Iterator[Engine]:
+    """An engine whose device holds five prompts, its memory fifteen, and its last tier all."""
     events, replay = free_port(), free_port()
     model = ensure_tiny_llama()
     stream = {
@@ -83,11 +83,11 @@ def running_engine(directory: Path, reporter: Reporter) -> Iterator[Engine]:
         "replay_endpoint": f"tcp://*:{replay}",
     }
     tiers = {
-        "kvc_tiers": ["CPUMemory", "LocalNVMe"],
+        "kvc_tiers": ["CPUMemory", last_tier],
         "chunk_size": CHUNK_BLOCKS * BLOCK_TOKENS,
         "CPUMemory": {"capacity_GB": f"{MEMORY_BLOCKS * BLOCK_BYTES}B"},
-        "LocalNVMe": {
-            "path": str(directory / "disk"),
+        last_tier: {
+            "path": str(directory / "files"),
             "capacity_GB": "256MiB",
             "write": "demote",
             "admission": "always",
@@ -114,7 +114,7 @@ class Contents:
     """Which blocks are in which tier, by replaying the engine's stream from its beginning.
 
     Blocks are named by the tokens of their whole prefix, which is what routers go by. Used by one
-    thread. `kinds` counts the events as routers see them, `last_sequence` is the last batch.
+    thread. `last_sequence` is the last batch.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -124,7 +124,6 @@ class Contents:
         self._live.connect(engine.events)
         self._prefixes: dict[int | bytes, tuple[int, ...]] = {}
         self._held: dict[Tier, set[tuple[int, ...]]] = {}
-        self.kinds: dict[str, int] = {}
         self.last_sequence = -1
 
     def __enter__(self) -> Self:
@@ -150,8 +149,6 @@ class Contents:
         if kind == "AllBlocksCleared":
             raise RuntimeError("the device was reset, which routers take for all tiers")
         tier = event.get("ownership") or _TIERS[event["medium"]]
-        label = f"{kind} {event['medium']} {event.get('locality')} {event.get('ownership')}"
-        self.kinds[label] = self.kinds.get(label, 0) + 1
         held = self._held.setdefault(tier, set())
         if kind == "BlockRemoved":
             held.difference_update(self._prefixes[name] for name in event["block_hashes"])
@@ -166,7 +163,7 @@ class Contents:
 
     def runs(self, tokens: Sequence[int]) -> dict[Tier, int]:
         """The prompt's blocks from its beginning, each counted in the fastest tier that has it."""
-        counts = {"Device": 0, "CPUMemory": 0, "LocalNVMe": 0}
+        counts = {"Device": 0, "CPUMemory": 0, "LocalNVMe": 0, "DistributedFS": 0}
         for end in range(BLOCK_TOKENS, len(tokens), BLOCK_TOKENS):
             prefix = tuple(tokens[:end])
             tier = next((tier for tier in counts if prefix in self._held.get(tier, ())), None)

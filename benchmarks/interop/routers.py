@@ -20,6 +20,7 @@ from opal_connector.cli.server_process import free_port
 DEADLINE_SECONDS: Final = 60.0
 HOST_CREDIT: Final = 0.8  # vllm-router's defaults, of a token that would be computed
 DISK_CREDIT: Final = 0.3
+SHARED_CREDIT: Final = 0.6
 _POLL_SECONDS: Final = 0.1
 _CREDITED: Final = re.compile(r"credited_prefix_tokens=(\d+)")
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
@@ -127,6 +128,7 @@ def running_vllm_router(binaries: Path, engine: Engine, log_path: Path) -> Itera
     command += ["--kv-event-replay-source", f"{engine.url}={engine.replay}"]
     command += ["--kv-event-block-size", str(BLOCK_TOKENS), "--kv-event-model", MODEL_NAME]
     command += ["--kv-penalty-host", str(HOST_CREDIT), "--kv-penalty-disk", str(DISK_CREDIT)]
+    command += ["--kv-penalty-external", str(SHARED_CREDIT)]
     command += ["--prometheus-port", str(free_port()), "--worker-startup-check-interval", "1"]
     with log_path.open("wb") as log:
         process = subprocess.Popen(
