@@ -12,9 +12,10 @@ from book_machine import BookMachine
 from fakes import BLOCK_TOKENS
 from hypothesis import settings
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import ExternalBlockHash
 
 from opal_connector.events import KVCEvent
-from opal_connector.integrations.vllm.kv_events import host_events
+from opal_connector.integrations.vllm.kv_events import external_hash, host_events
 from opal_connector.keys import CHAIN_ROOT
 
 pytestmark = pytest.mark.vllm
@@ -23,20 +24,21 @@ pytestmark = pytest.mark.vllm
 class BlockEventMachine(BookMachine):
     """Replays the host's events beside Opal's own.
 
-    Mutable state: the blocks that the host's stream says are there.
+    Mutable state: the blocks that the host's stream says are there, and what their names stand for.
     """
 
-    announced: set[bytes]
+    announced: set[ExternalBlockHash]
+    digests: dict[ExternalBlockHash, bytes]
 
     def on_events(self, events: Sequence[KVCEvent]) -> None:
         """Every block is announced once and withdrawn once, and the stream is the contents."""
         if not hasattr(self, "announced"):
-            self.announced = set()
+            self.announced, self.digests = set(), {}
         for event in host_events(events, BLOCK_TOKENS):
             assert isinstance(event, BlockStored | BlockRemoved)
             assert event.medium == MEDIUM_CPU
             assert event.block_hashes, "an event about nothing"
-            blocks = {block for block in event.block_hashes if isinstance(block, bytes)}
+            blocks = set(event.block_hashes)
             assert len(blocks) == len(event.block_hashes)
             if isinstance(event, BlockStored):
                 assert not blocks & self.announced, "stored twice"
@@ -45,17 +47,19 @@ class BlockEventMachine(BookMachine):
             else:
                 assert blocks <= self.announced, "removed before it was stored"
                 self.announced -= blocks
-        assert self.announced == self.contents.blocks()
+        assert self.announced == set(map(external_hash, self.contents.blocks()))
 
     def check_chain(self, event: BlockStored) -> None:
         """A consumer that hashes parent and tokens itself comes to the same blocks."""
-        parent = event.parent_block_hash or CHAIN_ROOT
-        assert isinstance(parent, bytes)
+        parent = CHAIN_ROOT
+        if event.parent_block_hash is not None:
+            parent = self.digests[event.parent_block_hash]
         assert len(event.token_ids) == len(event.block_hashes) * BLOCK_TOKENS
         for place, block in enumerate(event.block_hashes):
             tokens = event.token_ids[place * BLOCK_TOKENS : (place + 1) * BLOCK_TOKENS]
             parent = sha256(parent + struct.pack(f"<{BLOCK_TOKENS}I", *tokens)).digest()
-            assert parent == block
+            assert external_hash(parent) == block
+            self.digests[block] = parent
 
 
 TestBlockEvents = BlockEventMachine.TestCase
