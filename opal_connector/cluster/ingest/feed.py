@@ -104,6 +104,17 @@ class KVBMFeed:
             del self._owners[worker_id]
             self._index.remove_worker(worker_id)
 
+    def resync(self, worker_id: str) -> bool:
+        """Compare what is known of a worker with what it has; whether a source feeds it.
+
+        An engine's own stream cannot be compared: there, what is known is given up.
+        """
+        shell = self._shells.get(self._owners.get(worker_id, ""))
+        if shell is None:
+            return False
+        guarded(shell.resync, partial(self._on_fault, shell.source.name))
+        return True
+
     async def close(self) -> None:
         """Follow nothing any more; the index stays as it is."""
         if self._ticker is not None:

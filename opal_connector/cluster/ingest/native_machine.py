@@ -177,6 +177,14 @@ class NativeMachine:
             self._sync.begin()
         return self._advance(now)
 
+    def resync(self, now: float) -> list[Action]:
+        """Compare with what the instance has, from its digests on."""
+        self._account(now)
+        if self._description is not None:
+            self._talk.close()
+            self._sync.begin()
+        return self._advance(now)
+
     def on_tick(self, now: float) -> list[Action]:
         """Let time pass."""
         self._account(now)

@@ -62,6 +62,10 @@ class NativeShell:
         """A message could not be applied."""
         self._act(self.machine.on_fault(self._clock()))
 
+    def resync(self) -> None:
+        """Somebody doubts what is known of it."""
+        self._act(self.machine.resync(self._clock()))
+
     def status(self) -> SourceStatus:
         """Where it stands."""
         worker_id = self.machine.worker_id

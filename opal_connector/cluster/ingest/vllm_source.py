@@ -72,6 +72,10 @@ class VllmShell:
         """A message could not be applied."""
         self._act(self.machine.on_fault(self._clock()))
 
+    def resync(self) -> None:
+        """Somebody doubts what is known of it."""
+        self.begin_again()
+
     def status(self) -> SourceStatus:
         """Where it stands."""
         return SourceStatus(

@@ -7,7 +7,15 @@ import msgspec
 from opal_connector.cluster.kvbm import KVBM
 from opal_connector.cluster.loads import LoadBook
 from opal_connector.cluster.places import HashedPrefix, ModelPlaces
-from opal_connector.cluster.policies import Candidate, Choice, CostTerms, Policy, make_policy
+from opal_connector.cluster.policies import (
+    Balanced,
+    BalancedSettings,
+    Candidate,
+    Choice,
+    CostTerms,
+    Policy,
+    make_policy,
+)
 from opal_connector.cluster.predictions import Predictions
 from opal_connector.cluster.request import PrefixRequest, WorkerMatch
 from opal_connector.cluster.router.affinity import AffinitySettings, SessionAffinity
@@ -57,6 +65,7 @@ class Router:
         kvbm: What the workers hold; kept up to date by whoever owns it.
         policy: The name of the policy.
         affinity: How sessions stick.
+        balanced: How `Balanced` weighs.
         seed: For policies that draw; None draws differently every time.
 
     Raises:
@@ -69,15 +78,25 @@ class Router:
         policy: str = "Balanced",
         *,
         affinity: AffinitySettings | None = None,
+        balanced: BalancedSettings | None = None,
         seed: int | None = None,
     ) -> None:
         self._kvbm = kvbm
         self._seed = seed
-        self.policy_name = policy
-        self._policies: dict[str, Policy] = {policy.lower(): make_policy(policy, seed)}
+        self._policies: dict[str, Policy] = {"balanced": Balanced(balanced, seed)}
+        self.set_policy(policy)
         self.loads = LoadBook()
         self._predictions: dict[tuple[str, int], Predictions] = {}
         self.sessions = SessionAffinity(affinity)
+
+    def set_policy(self, name: str) -> None:
+        """Decide by another policy from now on.
+
+        Raises:
+            ValueError: There is none of that name.
+        """
+        self._policy(name)
+        self.policy_name = name
 
     def decide(
         self, question: RouteQuestion, workers: Collection[str], now: float

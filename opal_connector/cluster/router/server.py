@@ -1,0 +1,228 @@
+"""The router as a server: its paths, its beginning and its end."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+from aiohttp import web
+from aiohttp.http_writer import HttpVersion10
+
+from opal_connector.cluster.router.access import Keys
+from opal_connector.cluster.router.admission import Refusal
+from opal_connector.cluster.router.config import RouterConfig, check_policy
+from opal_connector.cluster.router.core import RouterCore, is_taking
+from opal_connector.cluster.router.health import ask
+from opal_connector.cluster.router.upstream import UpstreamBroken
+from opal_connector.cluster.router.wire import POLICY_HEADER, error_answer, json_answer
+from opal_connector.config import ConfigError, parse_size_bytes
+
+logger = logging.getLogger(__name__)
+
+FORWARDED: Final = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/tokenize",
+    "/detokenize",
+)
+_POLL_SECONDS: Final = 0.05
+_MODELS_SECONDS: Final = 2.0
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+class RouterServer:
+    """Answers clients.
+
+    Mutable state: the listening socket and whether it drains; everything else is the core's. The
+    loop's thread alone uses it.
+
+    Args:
+        config: The router's configuration.
+        environ: Where the keys are.
+
+    Raises:
+        ConfigError: A key, or a file for TLS, is not there.
+    """
+
+    def __init__(self, config: RouterConfig, environ: Mapping[str, str] = os.environ) -> None:
+        self.config = config
+        self._keys = Keys(config, environ)
+        self._tls = _tls(config)
+        self._max_body_bytes = parse_size_bytes(config.limits.max_body)
+        self.core = RouterCore(config, environ)
+        self._handlers = self._paths()
+        self._runner: web.ServerRunner | None = None
+        self._site: web.TCPSite | None = None
+        self.port = config.port
+
+    async def start(self) -> None:
+        """Know the instances and listen.
+
+        Raises:
+            OSError: The address cannot be listened at.
+        """
+        await self.core.start()
+        header_bytes = parse_size_bytes(self.config.limits.max_header)
+        server = web.Server(
+            self._handle,
+            request_factory=self._request,
+            handler_cancellation=True,
+            auto_decompress=False,
+            access_log=None,
+            max_line_size=header_bytes,
+            max_field_size=header_bytes,
+        )
+        self._runner = web.ServerRunner(server)
+        await self._runner.setup()
+        self._site = web.TCPSite(
+            self._runner, self.config.host, self.config.port, ssl_context=self._tls, backlog=1024
+        )
+        await self._site.start()
+        self.port = self._runner.addresses[0][1]
+        logger.info("listening at %s:%d", self.config.host, self.port)
+
+    async def drain(self) -> bool:
+        """Take no new requests and wait for those that are under way; whether all of them ended."""
+        self.core.admission.is_draining = True
+        self.core.admission.wake()
+        if self._site is not None:
+            with contextlib.suppress(RuntimeError):
+                await self._site.stop()
+        deadline = time.monotonic() + self.config.limits.drain_seconds
+        while self.core.forwarder.under_way and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_SECONDS)
+        return not self.core.forwarder.under_way
+
+    async def close(self) -> None:
+        """End, with whatever is still under way."""
+        if self._runner is not None:
+            server = self._runner.server
+            for connection in server.connections if server is not None else []:
+                if connection.transport is not None:
+                    connection.transport.abort()
+            await self._runner.cleanup()
+        await self.core.close()
+
+    # ---- inside ----
+
+    def _paths(self) -> dict[tuple[str, str], Handler]:
+        handlers: dict[tuple[str, str], Handler] = {
+            ("POST", path): partial(self._forward, path=path) for path in FORWARDED
+        }
+        handlers["GET", "/v1/models"] = self._models
+        handlers["GET", "/health"] = self._health
+        handlers["GET", "/ready"] = self._ready
+        return handlers
+
+    def _request(self, *args: Any) -> web.BaseRequest:
+        message, payload, protocol, writer, task = args
+        return web.BaseRequest(
+            message,
+            payload,
+            protocol,
+            writer,
+            task,
+            asyncio.get_running_loop(),
+            client_max_size=self._max_body_bytes,
+        )
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        handler = self._handlers.get((request.method, request.path))
+        if handler is None:
+            return self._unknown(request)
+        return await handler(request)
+
+    def _unknown(self, request: web.BaseRequest) -> web.StreamResponse:
+        allowed = [method for method, path in self._handlers if path == request.path]
+        if allowed:
+            return error_answer(
+                405, f"{request.method} is not for this path", headers={"Allow": ", ".join(allowed)}
+            )
+        return error_answer(404, "there is no such path")
+
+    async def _forward(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
+        if not self._keys.allows_data(request):
+            return error_answer(401, "the key is missing or wrong")
+        policy = request.headers.get(POLICY_HEADER)
+        try:
+            if policy is not None:
+                check_policy(POLICY_HEADER, policy)
+            if request.headers.get("Expect", "").lower() == "100-continue":
+                await _go_on(request)
+            return await self.core.forwarder.forward(request, path)
+        except ConfigError as error:
+            return error_answer(400, str(error))
+        except web.HTTPRequestEntityTooLarge:
+            answer = error_answer(413, f"a body may have {self._max_body_bytes} bytes")
+            answer.force_close()
+            return answer
+        except Refusal as refusal:
+            retry = {"Retry-After": str(refusal.retry_after)}
+            return error_answer(refusal.status, refusal.text, headers=retry)
+
+    async def _health(self, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG002
+        return web.Response()
+
+    async def _ready(self, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG002
+        core = self.core
+        if is_taking(core.fleet) and not core.admission.is_draining:
+            return web.Response()
+        return error_answer(503, "no instance takes requests", headers={"Retry-After": "1"})
+
+    async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
+        if not self._keys.allows_data(request):
+            return error_answer(401, "the key is missing or wrong")
+        now = time.monotonic()
+        well = [instance for instance in self.core.fleet if instance.is_well(now)]
+        answers = await asyncio.gather(*(self._models_of(instance) for instance in well))
+        union: dict[str, Any] = {}
+        for answer in answers:
+            for model in answer:
+                union.setdefault(model["id"], model)
+        if not union and not any(answers):
+            return error_answer(
+                503, "no instance says what it serves", headers={"Retry-After": "1"}
+            )
+        return json_answer({"object": "list", "data": list(union.values())})
+
+    async def _models_of(self, instance: Any) -> list[dict[str, Any]]:
+        try:
+            async with asyncio.timeout(_MODELS_SECONDS):
+                status, answer = await ask(instance, "GET", "/v1/models")
+            found = msgspec.json.decode(answer) if status == 200 else {}
+            data = found.get("data", []) if isinstance(found, dict) else []
+        except (UpstreamBroken, TimeoutError, msgspec.DecodeError, RecursionError):
+            return []
+        return [
+            model for model in data if isinstance(model, dict) and isinstance(model.get("id"), str)
+        ]
+
+
+async def _go_on(request: web.BaseRequest) -> None:
+    """A client that asks whether to send its body may."""
+    if request.version > HttpVersion10 and request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+def _tls(config: RouterConfig) -> ssl.SSLContext | None:
+    security = config.security
+    if security.tls_certificate is None or security.tls_key is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(security.tls_certificate, security.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"security.tls_certificate: found {security.tls_certificate!r}, which cannot be used "
+            f"with security.tls_key ({error})"
+        ) from None
+    return context

@@ -1,0 +1,361 @@
+"""An engine without a model: vLLM's HTTP, a prefix cache of blocks, real native events, faults."""
+
+import asyncio
+import json
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+from aiohttp import web
+
+from opal_connector.cluster.publisher import ChannelSettings, Publisher
+from opal_connector.config import Endpoint
+from opal_connector.events import DEVICE_TIER, Delete, Insert, KVCEvent, ObjectFact
+from opal_connector.events.channel import InstanceDescription, SystemEvent, TierDescription
+from opal_connector.keys import CHAIN_ROOT, RequestIdentity, TokenChain
+
+BLOCK_TOKENS = 16
+MODEL = "fake-model"
+DISK = "LocalNVMe"
+_PATIENCE_SECONDS = 10.0
+
+Block = tuple[bytes, bytes]
+
+
+class _Device:
+    """What the publisher's thread was told of the device's blocks; it alone uses this."""
+
+    def __init__(self) -> None:
+        self._held: dict[bytes, bytes] = {}
+        self.is_complete = True
+        self.groups = (0,)
+
+    def translate(self, raw: KVCEvent) -> list[KVCEvent]:
+        fact = raw.fact
+        run = fact.block_hashes
+        parent = fact.parent_hash
+        for start in range(0, len(run), 32):
+            block = run[start : start + 32]
+            if isinstance(raw, Insert):
+                self._held[block] = parent
+            else:
+                self._held.pop(block, None)
+            parent = block
+        return [raw]
+
+    def held(self, group: int) -> list[Block]:
+        return [(parent, block) for block, parent in self._held.items()]
+
+    def forget(self) -> None:
+        self._held.clear()
+
+
+class _Source:
+    """The instance as its publisher sees it."""
+
+    is_ready = True
+    places = ((0, DISK),)
+
+    def __init__(self, engine: "FakeEngine") -> None:
+        self._engine = engine
+        self.model = engine.model
+        self.block_tokens = BLOCK_TOKENS
+
+    def describe(self, instance_id: str, incarnation: int) -> InstanceDescription:
+        return InstanceDescription(
+            instance_id=instance_id,
+            incarnation=incarnation,
+            model=self.model,
+            block_tokens=BLOCK_TOKENS,
+            tiers=(TierDescription(DISK, is_persistent=True),),
+        )
+
+    def system(self) -> SystemEvent:
+        return SystemEvent(
+            queue_depth=self._engine.running,
+            running=self._engine.running,
+            prefill_tokens_per_second=self._engine.prefill_tokens_per_second,
+        )
+
+    def is_complete(self, tier: str) -> bool:
+        return True
+
+    def list_facts(self, group: int, tier: str) -> Iterator[ObjectFact]:
+        return iter(list(self._engine.on_disk))
+
+
+class FakeEngine:
+    """One instance. Everything but the publisher happens in the test's own event loop.
+
+    `fault` is what goes wrong with requests for the model from now on, the next `fault_count` of
+    them or all: `reset`, `reset_mid_stream`, `hang`, `slow`, `garbage`, or a status.
+    """
+
+    def __init__(
+        self,
+        name: str = "one",
+        *,
+        model: str = MODEL,
+        prefill_tokens_per_second: float = 200_000.0,
+        token_seconds: float = 0.0,
+        cache_blocks: int = 4_096,
+        has_events: bool = True,
+        says_cached: bool = True,
+        is_cache_on: bool = True,
+    ) -> None:
+        self.name = name
+        self.model = model
+        self.models: list[dict[str, Any]] = [{"id": model, "object": "model", "parent": None}]
+        self.prefill_tokens_per_second = prefill_tokens_per_second
+        self.token_seconds = token_seconds
+        self.says_cached = says_cached
+        self.is_cache_on = is_cache_on
+        self.fault: str | int | None = None
+        self.fault_count: int | None = None
+        self.health_status = 200
+        self.tokenize_seconds = 0.0
+        self.on_disk: list[ObjectFact] = []
+        self.running = 0
+        self.prefilled_tokens = 0
+        self.ended: Counter[str] = Counter()
+        self.seen: list[tuple[str, list[tuple[bytes, bytes]], bytes]] = []
+        self._cache: OrderedDict[bytes, bytes] = OrderedDict()
+        self._cache_blocks = cache_blocks
+        self._prefill = asyncio.Lock()
+        self._has_events = has_events
+        self._publisher: Publisher | None = None
+        self._runner: web.ServerRunner | None = None
+        self.port = 0
+
+    # ---- its life ----
+
+    async def start(self) -> "FakeEngine":
+        await self.listen()
+        if self._has_events:
+            await self._publish()
+        return self
+
+    async def listen(self) -> None:
+        server = web.Server(self._handle, handler_cancellation=True, access_log=None)
+        self._runner = web.ServerRunner(server)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def _publish(self, endpoint: Endpoint | None = None) -> None:
+        settings = ChannelSettings(
+            endpoint=endpoint or Endpoint("127.0.0.1", 0),
+            instance_id=self.name,
+            coalesce_seconds=0.005,
+            heartbeat_seconds=0.1,
+        )
+        self._publisher = Publisher(settings, _Source(self), _Device())
+        self._publisher.start()
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while self._publisher.publish_endpoint is None:
+            assert time.monotonic() < deadline, "the channel does not open"
+            await asyncio.sleep(0.005)
+
+    async def close(self) -> None:
+        await self.stop_listening()
+        if self._publisher is not None:
+            await asyncio.to_thread(self._publisher.close)
+
+    async def stop_listening(self) -> None:
+        """Connections are reset and new ones refused, as when the process is killed."""
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        assert runner.server is not None
+        for connection in runner.server.connections:
+            if connection.transport is not None:
+                connection.transport.abort()
+        await runner.cleanup()
+
+    async def restart(self) -> None:
+        """The process ends and another one comes up at the same addresses, with what is on disk."""
+        await self.stop_listening()
+        endpoint = self._publisher.endpoint if self._publisher is not None else None
+        if self._publisher is not None:
+            await asyncio.to_thread(self._publisher.close)
+        self._cache.clear()
+        self.running = 0
+        await self.listen()
+        if endpoint is not None:
+            await self._publish(endpoint)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def events(self) -> str:
+        assert self._publisher is not None
+        assert self._publisher.endpoint is not None
+        return self._publisher.endpoint.announced
+
+    def config(self, **changes: Any) -> dict[str, Any]:
+        """What a router is told about it."""
+        events = {"events": self.events} if self._has_events else {}
+        return {"url": self.url, "name": self.name, **events, **changes}
+
+    # ---- its cache ----
+
+    def hashes(self, token_ids: list[int]) -> list[bytes]:
+        chain = TokenChain(RequestIdentity(), BLOCK_TOKENS)
+        chain.extend(token_ids)
+        return chain.hashes
+
+    def cached_tokens(self, token_ids: list[int]) -> int:
+        """Whole blocks from the start, but never the whole prompt."""
+        blocks = 0
+        for block in self.hashes(token_ids)[: (len(token_ids) - 1) // BLOCK_TOKENS]:
+            if block not in self._cache:
+                break
+            blocks += 1
+        return blocks * BLOCK_TOKENS
+
+    def store(self, token_ids: list[int]) -> None:
+        """The blocks of a prompt are on the device now, and that is said."""
+        parent = CHAIN_ROOT
+        for block in self.hashes(token_ids):
+            if block not in self._cache:
+                self._tell(Insert(ObjectFact(0, parent, block), DEVICE_TIER))
+            self._cache[block] = parent
+            self._cache.move_to_end(block)
+            parent = block
+        while len(self._cache) > self._cache_blocks:
+            block, parent = self._cache.popitem(last=False)
+            self._tell(Delete(ObjectFact(0, parent, block), DEVICE_TIER))
+
+    def store_on_disk(self, token_ids: list[int]) -> None:
+        fact = ObjectFact(0, CHAIN_ROOT, b"".join(self.hashes(token_ids)))
+        self.on_disk.append(fact)
+        assert self._publisher is not None
+        self._publisher.hear(Insert(fact, DISK))
+
+    def lose_silently(self) -> None:
+        """The cache is gone, and nobody is told."""
+        self._cache.clear()
+
+    def _tell(self, event: KVCEvent) -> None:
+        if self._publisher is not None:
+            self._publisher.hear_device(event)
+
+    # ---- HTTP ----
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = request.path
+        if path == "/health":
+            return web.Response(status=self.health_status)
+        if path == "/v1/models":
+            return web.json_response({"object": "list", "data": self.models})
+        request._client_max_size = 1 << 30
+        raw = await request.read()
+        self.seen.append((path, list(request.raw_headers), raw))
+        if path in ("/tokenize", "/detokenize"):
+            await asyncio.sleep(self.tokenize_seconds)
+            return web.json_response({"tokens": self._tokens(json.loads(raw)), "count": 1})
+        fault = self._take_fault()
+        if isinstance(fault, int):
+            return web.json_response({"error": {"message": "no"}}, status=fault)
+        if fault in ("reset", "garbage"):
+            assert request.transport is not None
+            if fault == "garbage":
+                request.transport.write(b"\x00\x01 this is no HTTP\r\n\r\n")
+            else:
+                request.transport.abort()
+            return web.Response()
+        if fault == "hang":
+            await self._hang()
+        try:
+            body = json.loads(raw)
+        except ValueError:
+            return web.json_response({"error": {"message": "bad JSON"}}, status=400)
+        return await self._complete(request, body, fault)
+
+    def _take_fault(self) -> str | int | None:
+        fault = self.fault
+        if fault is not None and self.fault_count is not None:
+            self.fault_count -= 1
+            if self.fault_count <= 0:
+                self.fault, self.fault_count = None, None
+        return fault
+
+    async def _hang(self) -> None:
+        self.running += 1
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.ended["cancelled"] += 1
+            raise
+        finally:
+            self.running -= 1
+
+    @staticmethod
+    def _tokens(body: dict[str, Any]) -> list[int]:
+        prompt = body.get("prompt", body.get("input", ""))
+        if isinstance(prompt, list):
+            return prompt
+        if "messages" in body:
+            prompt = "".join(f"{one['role']}:{one['content']}\n" for one in body["messages"])
+        return list(str(prompt).encode()) or [0]
+
+    async def _complete(
+        self, request: web.BaseRequest, body: dict[str, Any], fault: str | None
+    ) -> web.StreamResponse:
+        self.running += 1
+        try:
+            token_ids = self._tokens(body)
+            async with self._prefill:
+                cached = self.cached_tokens(token_ids)
+                self.prefilled_tokens += len(token_ids) - cached
+                await asyncio.sleep((len(token_ids) - cached) / self.prefill_tokens_per_second)
+                if self.is_cache_on:
+                    self.store(token_ids)
+            count = int(body.get("max_tokens") or 4)
+            usage = self._usage(len(token_ids), cached, count)
+            if body.get("stream"):
+                answer = await self._stream(request, body, usage, fault)
+            else:
+                await asyncio.sleep(self.token_seconds * count)
+                choices = [{"index": 0, "text": "x" * count}]
+                answer = web.json_response({"id": "1", "choices": choices, "usage": usage})
+            self.ended["whole"] += 1
+            return answer
+        except (asyncio.CancelledError, ConnectionResetError):
+            self.ended["cancelled"] += 1
+            raise
+        finally:
+            self.running -= 1
+
+    def _usage(self, prompt_tokens: int, cached: int, count: int) -> dict[str, Any]:
+        usage: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": count}
+        if self.says_cached:
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        return usage
+
+    async def _stream(
+        self, request: web.BaseRequest, body: dict[str, Any], usage: Any, fault: str | None
+    ) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await answer.prepare(request)
+        for number in range(int(body.get("max_tokens") or 4)):
+            event = {"id": "1", "choices": [{"index": 0, "text": f"t{number}"}], "usage": None}
+            data = f"data: {json.dumps(event)}\n\n".encode()
+            if fault == "slow":
+                for place in range(len(data)):
+                    await answer.write(data[place : place + 1])
+                    await asyncio.sleep(0.0005)
+            else:
+                await answer.write(data)
+            if fault == "reset_mid_stream" and number == 1:
+                assert request.transport is not None
+                request.transport.abort()
+                return answer
+            await asyncio.sleep(self.token_seconds)
+        last = {"id": "1", "choices": [], "usage": usage}
+        await answer.write(f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n".encode())
+        return answer
