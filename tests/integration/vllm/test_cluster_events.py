@@ -165,7 +165,6 @@ def test_no_difference_after_evictions_lost_batches_and_a_killed_engine(tmp_path
         held = {place["tier"]: place["blocks"] for place in one["places"]}
         assert set(held) == {"Device", "CPUMemory", "LocalNVMe", "DistributedFS"}
         assert all(held.values()), held
-        assert held["DistributedFS"] <= SHARED_BLOCKS
     # What was lost came again as batches: events alone were enough, nothing had drifted.
     assert [one["digest_mismatches"] for one in metrics.values()] == [0, 0]
     assert bad.lost_batches > 0
