@@ -1,7 +1,8 @@
 """Links the books of one instance with the keeper of a directory that it shares with others."""
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -9,15 +10,18 @@ import msgspec
 from opal_connector.config import OpalConfig
 from opal_connector.managers import OpalKVCacheManager, SharedSpace
 from opal_connector.tiers import Need, SharedDirectory, SharedKeeper
+from opal_connector.transfers import SharedNews
 
 _PATIENCE_SECONDS = 10.0  # for a keeper whose directory hangs
+_IDLE_SLICE = 64  # objects that are written into the books of an idle instance at once
 
 
 class SharedTierLink:
     """Carries questions and needs to the keeper and its news to the books.
 
-    Mutable state: whether an answer is due, and since when; used by the thread that owns the
-    books. Nothing here waits.
+    News that nobody has polled for a while are heard in the keeper's thread: an instance that
+    stands idle goes on saying what is where. Mutable state: whether an answer is due, and since
+    when, guarded by `_turn`; whoever polls and finds the other at it goes on. Nothing here waits.
     """
 
     def __init__(
@@ -34,9 +38,11 @@ class SharedTierLink:
         self._space = space
         self._ranks = ranks
         self._clock = clock
+        self._turn = threading.Lock()
         self._is_renewing = False
         self._asked_at = float("-inf")
         self._open_questions = 0
+        keeper.on_unheard = self._hear_while_idle
 
     @property
     def is_waiting(self) -> bool:
@@ -51,13 +57,35 @@ class SharedTierLink:
 
     def poll(self) -> None:
         """Exchange what there is. Cheap when there is nothing."""
-        if self._keeper.has_news:
+        if not self._turn.acquire(blocking=False):
+            return
+        try:
+            if self._keeper.has_news:
+                for news in self._keeper.take_news():
+                    self._hear(news)
+            self._ask()
+        finally:
+            self._turn.release()
+
+    def close(self) -> None:
+        """End the keeper."""
+        self._keeper.close(unused_bytes=self._promised_bytes)
+
+    def _hear_while_idle(self) -> None:
+        """What nobody has polled for, a little at a time. In the keeper's thread."""
+        with self._turn:
             for news in self._keeper.take_news():
-                self._is_renewing = self._is_renewing and not news.is_grant
-                self._open_questions -= len(news.answered)
-                granted_bytes = news.granted_bytes // self._ranks
-                news = msgspec.structs.replace(news, granted_bytes=granted_bytes)
-                self._manager.hear(news, self._clock())
+                for part in slices(news, _IDLE_SLICE):
+                    self._hear(part)
+
+    def _hear(self, news: SharedNews) -> None:
+        self._is_renewing = self._is_renewing and not news.is_grant
+        self._open_questions -= len(news.answered)
+        granted_bytes = news.granted_bytes // self._ranks
+        news = msgspec.structs.replace(news, granted_bytes=granted_bytes)
+        self._manager.hear(news, self._clock())
+
+    def _ask(self) -> None:
         questions = self._manager.take_questions()
         if questions:
             self._keeper.ask(questions)
@@ -69,14 +97,18 @@ class SharedTierLink:
             self._is_renewing = True
             self._asked_at = self._clock()
 
-    def close(self) -> None:
-        """End the keeper."""
-        self._keeper.close(unused_bytes=self._promised_bytes)
-
     @property
     def _promised_bytes(self) -> int:
         """The books count one rank's file of every object; the directory has all ranks' files."""
         return self._space.promised_bytes * self._ranks
+
+
+def slices(news: SharedNews, size: int) -> Iterator[SharedNews]:
+    """The same news in parts of so many objects; answers and grants come with the first."""
+    yield msgspec.structs.replace(news, found=news.found[:size], gone=news.gone[:size])
+    for start in range(size, max(len(news.found), len(news.gone)), size):
+        stop = start + size
+        yield SharedNews(news.tier, found=news.found[start:stop], gone=news.gone[start:stop])
 
 
 def link_shared_tier(

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 warnings = RateLimitedWarnings(logger)
 
 _BEAT_SECONDS = 30.0  # how often an instance says that it lives
+_UNHEARD_SECONDS = 1.0  # after which news are taken for those of an instance that stands idle
 _IDLE_SHARE = 20  # a refresh takes at most this part of the time
 
 
@@ -53,6 +54,8 @@ class SharedKeeper:
         self._questions: list[Question] = []
         self._need: Need | None = None
         self._news: list[SharedNews] = []
+        self._oldest_at = 0.0
+        self.on_unheard: Callable[[], None] | None = None
         self._is_closing = False
         self._unused_bytes = 0
         self._thread = threading.Thread(target=self._run, name="opal-keeper", daemon=True)
@@ -100,12 +103,15 @@ class SharedKeeper:
                 with contained("name"):
                     self.identity = shared_identity(self._directory.root)
             with self._wake:
-                due = min(next_refresh, next_beat)
+                due = min(next_refresh, next_beat, self._unheard_at())
                 self._wake.wait_for(self._has_work, max(0.0, due - time.monotonic()))
                 if self._is_closing:
                     break
                 questions, self._questions = self._questions, []
                 need, self._need = self._need, None
+            if time.monotonic() >= self._unheard_at() and self.on_unheard is not None:
+                with contained("hear of"):
+                    self.on_unheard()
             if questions:
                 self._say(self._answer(questions))
             if need is None and time.monotonic() >= next_beat:
@@ -121,6 +127,11 @@ class SharedKeeper:
                 next_refresh = time.monotonic() + wait_seconds
         self._directory.leave(unused_bytes=self._unused_bytes)
 
+    def _unheard_at(self) -> float:
+        """When the oldest news count as unheard."""
+        has_listener = self.on_unheard is not None and bool(self._news)
+        return self._oldest_at + _UNHEARD_SECONDS if has_listener else float("inf")
+
     def _has_work(self) -> bool:
         return bool(self._questions) or self._need is not None or self._is_closing
 
@@ -128,6 +139,8 @@ class SharedKeeper:
         if not (news.answered or news.found or news.gone or news.is_grant):
             return  # an engine that stands idle does not poll: nothing must not pile up
         with self._wake:
+            if not self._news:
+                self._oldest_at = time.monotonic()
             self._news.append(news)
 
     def _answer(self, questions: list[Question]) -> SharedNews:

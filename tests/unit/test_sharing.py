@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +11,14 @@ from fakes import make_manager
 
 from opal_connector.config import load_config
 from opal_connector.engine import OpalKVCacheEngine
-from opal_connector.events import EventLog
+from opal_connector.events import Delete, EventLog, Insert, KVCEvent
 from opal_connector.eviction import LRUPolicy
 from opal_connector.keys import OpalEngineMetadata
 from opal_connector.managers import LookupState, OpalStorageBackend, SharedSpace
-from opal_connector.sharing import SharedTierLink
+from opal_connector.sharing import SharedTierLink, slices
 from opal_connector.tiers import ArrayBlocks, Need, SharedDirectory, SharedKeeper
 from opal_connector.tiers.shared_directory import Refresh
-from opal_connector.transfers import SharedNews
+from opal_connector.transfers import ObjectName, SharedNews
 
 BLOCK_TOKENS, CHUNK_TOKENS, ROW_BYTES = 2, 8, 4096
 METADATA = OpalEngineMetadata(
@@ -230,6 +230,39 @@ def test_quiet_directory_makes_no_news(tmp_path: Path) -> None:
     assert not keeper.has_news
 
 
+def test_instance_that_stands_idle_hears_what_others_wrote_and_removed(
+    pair: tuple[Instance, Instance],
+) -> None:
+    """No step of its own is needed: else what it says of the tier would stay wrong for ever."""
+    writer, idle = pair
+    heard: list[KVCEvent] = []
+    idle.engine.manager.storage.log.listener = heard.append
+
+    def wait_for_event(kind: type) -> None:
+        deadline = time.monotonic() + 20
+        while not any(isinstance(event, kind) for event in list(heard)):
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.02)
+
+    writer.store(tokens(0, 24))
+    wait_for_event(Insert)
+    writer.engine.clear()
+    wait_for_event(Delete)
+
+
+def test_idle_news_are_written_in_slices() -> None:
+    """A request that comes meanwhile waits for one slice, not for a whole directory."""
+    names = tuple(ObjectName(0, b"p" * 32, bytes([place]) * 32) for place in range(200))
+    news = SharedNews(0, (7,), names, tuple(name.run for name in names), is_grant=True)
+
+    parts = list(slices(news, 64))
+
+    assert [len(part.found) for part in parts] == [64, 64, 64, 8]
+    assert sum((part.found for part in parts), ()) == names
+    assert sum((part.gone for part in parts), ()) == news.gone
+    assert [(part.answered, part.is_grant) for part in parts] == [((7,), True), *[((), False)] * 3]
+
+
 class Keeper:
     """A keeper that grants what is asked for, and notes the needs.
 
@@ -239,6 +272,7 @@ class Keeper:
     def __init__(self) -> None:
         self.needs: list[Need] = []
         self.news: list[SharedNews] = []
+        self.on_unheard: Callable[[], None] | None = None
 
     @property
     def has_news(self) -> bool:
