@@ -206,6 +206,7 @@ class BlockBook:
         place = state.places.get((group, tier))
         if place is None and len(state.places) < _MOST_PLACES:
             places = self.places(state.description)
+            places.note_tier(state.description.instance_id, state.tier(tier))
             place = state.places[group, tier] = Place(
                 places.index(group),
                 places.column(state.tier(tier)),

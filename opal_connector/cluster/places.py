@@ -29,6 +29,7 @@ class ModelPlaces:
         self._descriptions: dict[str, InstanceDescription] = {}
         self.names = WorkerNames()
         self._columns: dict[tuple[str, str], int] = {(DEVICE_TIER, ""): DEVICE_COLUMN}
+        self._undescribed: dict[str, dict[str, TierDescription]] = {}
         self._orders: list[tuple[tuple[TierColumn, ...], int]] | None = None
 
     # ---- workers ----
@@ -44,6 +45,7 @@ class ModelPlaces:
         """A worker that holds nothing any more is gone."""
         self.set_live(worker_id, is_live=False)
         del self._descriptions[worker_id]
+        self._undescribed.pop(worker_id, None)
         self.names.discard(worker_id)
         self._mount()
 
@@ -63,6 +65,14 @@ class ModelPlaces:
 
     # ---- tiers ----
 
+    def note_tier(self, worker_id: str, tier: TierDescription) -> None:
+        """A worker holds something in a tier; one that it has not described comes behind those."""
+        seen = self._undescribed.setdefault(worker_id, {})
+        described = {known.name for known in self._descriptions[worker_id].tiers}
+        if tier.name not in described and tier.name not in seen:
+            seen[tier.name] = tier
+            self._orders = None
+
     def column(self, tier: TierDescription) -> int:
         """The column of a tier."""
         return self._columns.setdefault((tier.name, tier.shared_id), len(self._columns))
@@ -74,12 +84,27 @@ class ModelPlaces:
             for worker_id, description in self._descriptions.items():
                 order = tuple(
                     (tier.name, self.column(tier), bool(tier.shared_id))
-                    for tier in description.tiers
+                    for tier in self._ordered_tiers(worker_id, description)
                     if tier.name != DEVICE_TIER
                 )
                 orders[order] = orders.get(order, 0) | self.names.bits[worker_id]
             self._orders = list(orders.items())
         return self._orders
+
+    def _ordered_tiers(
+        self, worker_id: str, description: InstanceDescription
+    ) -> list[TierDescription]:
+        """The fastest first: as described, then what was only heard of, host memory before others."""
+        described = {tier.name for tier in description.tiers}
+        heard = [
+            tier
+            for tier in self._undescribed.get(worker_id, {}).values()
+            if tier.name not in described
+        ]
+        return [
+            *description.tiers,
+            *sorted(heard, key=lambda tier: not tier.name.startswith("CPU")),
+        ]
 
     def index(self, group: int) -> PrefixIndex:
         """The index of a kv group."""

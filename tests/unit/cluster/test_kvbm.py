@@ -118,6 +118,16 @@ def test_what_a_shared_tier_holds_counts_for_everybody_who_mounts_it_and_for_nob
     assert kvbm.scorer(PrefixRequest(token_ids=TOKENS)) == {}
 
 
+def test_tiers_that_were_only_heard_of_have_their_part_too_host_memory_first() -> None:
+    kvbm = KVBM()
+    kvbm.join(describe("a", tiers=()))
+    hashes = chain(TOKENS)
+    say(kvbm, "a", Insert(fact(hashes, 0, 10), "STORAGE"), Insert(fact(hashes, 0, 4), "CPU"))
+    assert kvbm.match(PrefixRequest(token_ids=TOKENS)) == {
+        "a": WorkerMatch(40, 0, {"CPU": 16, "STORAGE": 24})
+    }
+
+
 def test_a_move_leaves_no_moment_and_no_copy_behind() -> None:
     kvbm = kvbm_of("a")
     hashes = chain(TOKENS)
