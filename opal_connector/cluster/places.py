@@ -94,7 +94,7 @@ class ModelPlaces:
     def _ordered_tiers(
         self, worker_id: str, description: InstanceDescription
     ) -> list[TierDescription]:
-        """The fastest first: as described, then what was only heard of, host memory before others."""
+        """The fastest first: as described, then what was only heard of, host memory first."""
         described = {tier.name for tier in description.tiers}
         heard = [
             tier

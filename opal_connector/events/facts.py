@@ -9,6 +9,8 @@ from typing import Annotated, Final
 
 import msgspec
 
+from opal_connector.keys import ExtraKeys
+
 DEVICE_TIER: Final = "Device"  # the paged KV cache of the engine itself
 
 # Limits on what is decoded; what is made here stays far below them.
@@ -54,12 +56,14 @@ class _Event(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
 class Insert(_Event, frozen=True, gc=False, array_like=True, tag=int(KVCEventType.INSERT)):
     """A new copy in `tier`, from the device.
 
-    `token_ids` are the tokens of the object's blocks, for consumers that hash them themselves.
+    `token_ids` are the tokens of the object's blocks and `extra_keys` what else decides their KV,
+    block by block, for consumers that hash them themselves.
     """
 
     tier: ShortName
     token_ids: TokenIds = ()
     lora_name: ShortName | None = None
+    extra_keys: tuple[ExtraKeys, ...] = ()
 
 
 class Delete(_Event, frozen=True, gc=False, array_like=True, tag=int(KVCEventType.DELETE)):
@@ -80,6 +84,7 @@ class Move(_Event, frozen=True, gc=False, array_like=True, tag=int(KVCEventType.
     source_shared_blocks: int = 0
     token_ids: TokenIds = ()
     lora_name: ShortName | None = None
+    extra_keys: tuple[ExtraKeys, ...] = ()
 
 
 class Copy(_Event, frozen=True, gc=False, array_like=True, tag=int(KVCEventType.COPY)):
@@ -89,6 +94,7 @@ class Copy(_Event, frozen=True, gc=False, array_like=True, tag=int(KVCEventType.
     target_tier: ShortName
     token_ids: TokenIds = ()
     lora_name: ShortName | None = None
+    extra_keys: tuple[ExtraKeys, ...] = ()
 
 
 KVCEvent = Insert | Delete | Move | Copy

@@ -6,11 +6,13 @@ Nothing here knows a tier, an engine or a clock.
 from opal_connector.keys.chain import (
     CHAIN_ROOT,
     HASH_BYTES,
+    ExtraKeys,
     LoraIdentity,
     MultimodalSpan,
     RequestIdentity,
     TokenChain,
     canonical_extras,
+    engine_extra_keys,
     packed_tokens,
 )
 from opal_connector.keys.database import ChunkSpan, OpalTokenDatabase
@@ -21,6 +23,7 @@ __all__ = [
     "CHAIN_ROOT",
     "HASH_BYTES",
     "ChunkSpan",
+    "ExtraKeys",
     "LoraIdentity",
     "MultimodalSpan",
     "OpalCacheEngineKey",
@@ -30,6 +33,7 @@ __all__ = [
     "TokenChain",
     "canonical_extras",
     "directory_fingerprint",
+    "engine_extra_keys",
     "packed_tokens",
     "weights_fingerprint",
 ]

@@ -45,6 +45,10 @@ class RequestIdentity(msgspec.Struct, frozen=True):
     multimodal: tuple[MultimodalSpan, ...] = ()
 
 
+ExtraKeys = tuple[str | tuple[str, int], ...]  # of one block
+_PLAIN = RequestIdentity()
+
+
 def _tagged(tag: bytes, *parts: bytes) -> bytes:
     body = b"".join(struct.pack("<I", len(part)) + part for part in parts)
     return tag + struct.pack("<I", len(body)) + body
@@ -75,6 +79,34 @@ def canonical_extras(identity: RequestIdentity, *, block_index: int, block_token
     return b"".join(parts)
 
 
+def engine_extra_keys(
+    identity: RequestIdentity, *, first_block: int, block_count: int, block_tokens: int
+) -> tuple[ExtraKeys, ...]:
+    """What vLLM's events say about blocks besides their tokens, empty where none has anything.
+
+    Per block, in this order: the adapter's name, each multimodal input with its offset from the
+    start of the block, and in block 0 the salt.
+    """
+    if identity == _PLAIN:
+        return ()
+    found: list[ExtraKeys] = []
+    for index in range(first_block, first_block + block_count):
+        start = index * block_tokens
+        keys: list[str | tuple[str, int]] = []
+        if identity.lora is not None:
+            keys.append(identity.lora.name)
+        keys += [
+            (span.identifier, span.offset_tokens - start)
+            for span in identity.multimodal
+            if span.offset_tokens < start + block_tokens
+            and span.offset_tokens + span.length_tokens > start
+        ]
+        if index == 0 and identity.cache_salt is not None:
+            keys.append(identity.cache_salt)
+        found.append(tuple(keys))
+    return tuple(found) if any(found) else ()
+
+
 def packed_tokens(tokens: Sequence[int]) -> bytes:
     """Tokens as uint32-LE bytes."""
     packed = array("I")
@@ -90,10 +122,10 @@ class TokenChain:
     Mutable state: `hashes`. A chain belongs to one request and one thread.
     """
 
-    __slots__ = ("_block_tokens", "_identity", "_plain_after", "hashes")
+    __slots__ = ("_block_tokens", "_plain_after", "hashes", "identity")
 
     def __init__(self, identity: RequestIdentity, block_tokens: int) -> None:
-        self._identity = identity
+        self.identity = identity
         self._block_tokens = block_tokens
         last_span_end = max(
             (span.offset_tokens + span.length_tokens for span in identity.multimodal), default=0
@@ -127,7 +159,7 @@ class TokenChain:
         index = first
         offset = 0
         while index < stop and index < self._plain_after:
-            extras = canonical_extras(self._identity, block_index=index, block_tokens=block_tokens)
+            extras = canonical_extras(self.identity, block_index=index, block_tokens=block_tokens)
             parent = sha256(parent + raw[offset : offset + width] + extras).digest()
             append(parent)
             index += 1

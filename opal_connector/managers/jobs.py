@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 
+from opal_connector.keys import ExtraKeys
 from opal_connector.managers.records import ObjectRecord
 from opal_connector.managers.request import OpalRequest
 from opal_connector.transfers import FailureKind, JobResult
@@ -26,9 +27,10 @@ class PlannedObject:
         tokens: Tokens that a load brings.
         first_block: Where a stored object begins in its sequence.
         token_ids: The tokens of a stored object, if events are wanted.
+        extra_keys: What else decides its KV, then.
     """
 
-    __slots__ = ("first_block", "record", "tier", "token_ids", "tokens")
+    __slots__ = ("extra_keys", "first_block", "record", "tier", "token_ids", "tokens")
 
     def __init__(
         self, *, tier: int, record: ObjectRecord, tokens: int = 0, first_block: int = 0
@@ -38,6 +40,7 @@ class PlannedObject:
         self.tokens = tokens
         self.first_block = first_block
         self.token_ids: tuple[int, ...] = ()
+        self.extra_keys: tuple[ExtraKeys, ...] = ()
 
 
 class PlannedCopy:

@@ -23,6 +23,7 @@ from opal_connector.managers.lookups import MISS, WAIT, LookupResult, LookupStat
 from opal_connector.managers.placement import Placement, TierRules
 from opal_connector.managers.planning import (
     StoreDraft,
+    describe_stores,
     draft_load,
     draft_store,
     tier_tokens,
@@ -218,10 +219,7 @@ class OpalKVCacheManager:
             if not draft.planned:
                 return None
             if self.storage.log.enabled:
-                for item in draft.planned:
-                    start = item.first_block * block_tokens
-                    stop = start + len(item.record.rows) * block_tokens
-                    item.token_ids = tuple(tokens[start:stop])
+                describe_stores(draft.planned, request.chain.identity, tokens, block_tokens)
             self._version += 1
             return StoreJob(
                 self._jobs.open(JobKind.STORE, request, draft.planned), tuple(draft.transfers)

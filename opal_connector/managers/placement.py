@@ -204,7 +204,7 @@ class Placement:
         )
         if isinstance(outcome, Refusal):
             return outcome
-        outcome.tokens, outcome.lora_name = source.tokens, source.lora_name
+        outcome.describe_as(source)
         self._storage.tiers[place].pin(source)
         self._flight_bytes[target] += outcome.size_bytes
         self._flight_objects[target] += 1

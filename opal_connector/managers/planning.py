@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from opal_connector.keys import HASH_BYTES
+from opal_connector.keys import HASH_BYTES, RequestIdentity, engine_extra_keys
 from opal_connector.managers.coordinator import HitPlan
 from opal_connector.managers.counters import add
 from opal_connector.managers.jobs import PlannedCopy, PlannedObject
@@ -134,6 +134,22 @@ def draft_store(
     return draft
 
 
+def describe_stores(
+    planned: Sequence[PlannedObject],
+    identity: RequestIdentity,
+    tokens: Sequence[int],
+    block_tokens: int,
+) -> None:
+    """Note what events will say of stored objects, where somebody hashes them himself."""
+    for item in planned:
+        blocks = len(item.record.rows)
+        start = item.first_block * block_tokens
+        item.token_ids = tuple(tokens[start : start + blocks * block_tokens])
+        item.extra_keys = engine_extra_keys(
+            identity, first_block=item.first_block, block_count=blocks, block_tokens=block_tokens
+        )
+
+
 def _keep(segment: Segment, count: int, storage: OpalStorageManager) -> PlannedCopy | None:
     """Room in the first tier for an object that is about to be read from a slower one."""
     record = segment.record
@@ -145,7 +161,7 @@ def _keep(segment: Segment, count: int, storage: OpalStorageManager) -> PlannedC
     )
     if isinstance(outcome, Refusal):
         return None  # all of it is in use: the load goes past it
-    outcome.tokens, outcome.lora_name = record.tokens, record.lora_name
+    outcome.describe_as(record)
     return PlannedCopy(source_tier=segment.tier, source=None, target_tier=0, target=outcome)
 
 

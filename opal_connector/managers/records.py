@@ -5,7 +5,7 @@ from typing import NewType
 
 import msgspec
 
-from opal_connector.keys import HASH_BYTES
+from opal_connector.keys import HASH_BYTES, ExtraKeys
 
 ObjectKey = NewType("ObjectKey", bytes)
 
@@ -69,7 +69,13 @@ class ObjectRecord(msgspec.Struct, gc=False, eq=False):
     owner: str = ""
     tokens: bytes = b""  # uint32 of its blocks, where events are wanted
     lora_name: str | None = None
+    extra_keys: tuple[ExtraKeys, ...] = ()
     is_gone: bool = False  # its file was removed by somebody else
+
+    def describe_as(self, other: "ObjectRecord") -> None:
+        """Take over what events say of the same object elsewhere."""
+        self.tokens, self.lora_name = other.tokens, other.lora_name
+        self.extra_keys = other.extra_keys
 
     @property
     def token_ids(self) -> tuple[int, ...]:

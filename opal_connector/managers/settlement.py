@@ -90,9 +90,10 @@ class Settlement:
         if item.token_ids:  # for the copies that follow, too
             item.record.tokens = array("I", item.token_ids).tobytes()
             item.record.lora_name = request.lora_name
+            item.record.extra_keys = item.extra_keys
 
         def announce(fact: ObjectFact) -> KVCEvent:
-            return Insert(fact, tier.tier, item.token_ids, request.lora_name)
+            return Insert(fact, tier.tier, item.token_ids, request.lora_name, item.extra_keys)
 
         tier.space.end_write(len(item.record.rows))
         stored = tier.commit(item.record, stored=failure is None, announce=announce)
@@ -119,11 +120,12 @@ class Settlement:
 
         def announce(fact: ObjectFact) -> KVCEvent:
             # A copy that waits for its parent is announced later, and the source stays until then.
-            token_ids, lora_name = item.target.token_ids, item.target.lora_name
+            record = item.target
+            said = record.token_ids, record.lora_name, record.extra_keys
             if not is_moving or item.source is None:
-                return Copy(fact, source.tier, target.tier, token_ids, lora_name)
+                return Copy(fact, source.tier, target.tier, *said)
             shared_blocks = source.index.shared_without(item.source)
-            return Move(fact, source.tier, target.tier, shared_blocks, token_ids, lora_name)
+            return Move(fact, source.tier, target.tier, shared_blocks, *said)
 
         target.space.end_write(len(item.target.rows))
         stored = target.commit(item.target, stored=failure is None, announce=announce)

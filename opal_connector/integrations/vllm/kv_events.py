@@ -5,7 +5,7 @@ a tier and withdrawn when it ceases to be, exactly once each, also where two chu
 """
 
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from vllm.distributed.kv_events import (
@@ -52,14 +52,14 @@ def host_events(events: Iterable[KVCEvent], block_tokens: int) -> list[KVCacheEv
     translated: list[KVCacheEvent] = []
     for event in events:
         match event:
-            case Insert(fact, tier, token_ids, lora_name):
-                translated += _stored(fact, tier, block_tokens, token_ids, lora_name)
+            case Insert(_, tier):
+                translated += _stored(event, tier, block_tokens)
             case Delete(fact, tier):
                 translated += _removed(fact, tier)
-            case Copy(fact, _, target_tier, token_ids, lora_name):
-                translated += _stored(fact, target_tier, block_tokens, token_ids, lora_name)
-            case Move(fact, source_tier, target_tier, shared_blocks, token_ids, lora_name):
-                translated += _stored(fact, target_tier, block_tokens, token_ids, lora_name)
+            case Copy(_, _, target_tier):
+                translated += _stored(event, target_tier, block_tokens)
+            case Move(fact, source_tier, target_tier, shared_blocks):
+                translated += _stored(event, target_tier, block_tokens)
                 left = msgspec.structs.replace(fact, shared_blocks=shared_blocks)
                 translated += _removed(left, source_tier)
     return translated
@@ -82,13 +82,8 @@ def external_hash(digest: bytes) -> ExternalBlockHash:
     return maybe_convert_block_hash(BlockHash(digest))
 
 
-def _stored(
-    fact: ObjectFact,
-    tier: str,
-    block_tokens: int,
-    token_ids: tuple[int, ...],
-    lora_name: str | None,
-) -> list[KVCacheEvent]:
+def _stored(event: Insert | Copy | Move, tier: str, block_tokens: int) -> list[KVCacheEvent]:
+    fact = event.fact
     hashes = _own_hashes(fact)
     if not hashes:
         return []
@@ -101,11 +96,12 @@ def _stored(
         BlockStored(
             block_hashes=hashes,
             parent_block_hash=parent,
-            token_ids=list(token_ids[fact.shared_blocks * block_tokens :]),
+            token_ids=list(event.token_ids[fact.shared_blocks * block_tokens :]),
             block_size=block_tokens,
             lora_id=None,
             medium=name.medium,
-            lora_name=lora_name,
+            lora_name=event.lora_name,
+            extra_keys=_extra_keys(event),
             group_idx=fact.group,
             locality=name.locality,
             ownership=name.ownership,
@@ -127,3 +123,9 @@ def _removed(fact: ObjectFact, tier: str) -> list[KVCacheEvent]:
             ownership=name.ownership,
         )
     ]
+
+
+def _extra_keys(event: Insert | Copy | Move) -> list[tuple[Any, ...] | None] | None:
+    """Adapter, inputs and salt of the event's own blocks: without them equal tokens look equal."""
+    own = event.extra_keys[event.fact.shared_blocks :]
+    return [keys or None for keys in own] if any(own) else None

@@ -14,10 +14,19 @@ from vllm.distributed.kv_events import (
 )
 from vllm.v1.core.kv_cache_utils import ExternalBlockHash
 
+from opal_connector.cluster.engine_chain import EngineChain
+from opal_connector.cluster.engine_lineage import StoredBlocks
 from opal_connector.config.schema import TIER_NAMES
 from opal_connector.events import Copy, Delete, Insert, Move, ObjectFact
 from opal_connector.integrations.vllm.kv_events import external_hash, host_events, tier_name
-from opal_connector.keys import CHAIN_ROOT
+from opal_connector.keys import (
+    CHAIN_ROOT,
+    LoraIdentity,
+    MultimodalSpan,
+    RequestIdentity,
+    TokenChain,
+    engine_extra_keys,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -157,3 +166,56 @@ def test_own_tiers_are_no_secondary_ones_and_every_tier_has_its_own_name() -> No
     assert tiers["LocalNVMe"] == (MEDIUM_STORAGE, "LOCAL", None)
     assert tiers["DistributedFS"] == (MEDIUM_STORAGE, "REMOTE", "DistributedFS")
     assert len(set(tiers.values())) == len(tiers)
+
+
+@pytest.mark.parametrize(
+    "identity",
+    [
+        RequestIdentity(),
+        RequestIdentity(cache_salt="tenant"),
+        RequestIdentity(lora=LoraIdentity("sql", "/adapters/sql", "f")),
+        RequestIdentity(multimodal=(MultimodalSpan("image", 3, 6), MultimodalSpan("other", 10, 1))),
+        RequestIdentity(
+            lora=LoraIdentity("sql", "/adapters/sql", "f"),
+            cache_salt="tenant",
+            multimodal=(MultimodalSpan("image", 2, 9),),
+        ),
+    ],
+    ids=["plain", "salt", "adapter", "inputs", "all"],
+)
+@pytest.mark.parametrize("shared", [0, 1])
+def test_whoever_hashes_a_stored_event_himself_comes_to_its_own_blocks(
+    identity: RequestIdentity, shared: int
+) -> None:
+    """Adapter, salt and inputs are said with the tokens: equal tokens of two tenants differ."""
+    chain = TokenChain(identity, BLOCK_TOKENS)
+    chain.extend(TOKENS)
+    about = ObjectFact(0, CHAIN_ROOT, b"".join(chain.hashes), shared)
+    extra_keys = engine_extra_keys(
+        identity, first_block=0, block_count=len(chain.hashes), block_tokens=BLOCK_TOKENS
+    )
+    name = identity.lora.name if identity.lora else None
+    first = ObjectFact(0, CHAIN_ROOT, chain.hashes[0])
+    consumer = EngineChain(lambda _: identity.lora)
+    learned: list[bytes] = []
+    for event in host_events(
+        [
+            Insert(first, "CPUMemory", TOKENS[:BLOCK_TOKENS], name, extra_keys[:1]),
+            Copy(about, "CPUMemory", "LocalNVMe", TOKENS, name, extra_keys),
+        ],
+        BLOCK_TOKENS,
+    ):
+        assert isinstance(event, BlockStored)
+        stored = StoredBlocks(
+            group=0,
+            tier=str(event.medium),
+            block_hashes=event.block_hashes,
+            parent=event.parent_block_hash,
+            token_ids=event.token_ids,
+            block_size=event.block_size,
+            extra_keys=event.extra_keys,
+            lora_name=event.lora_name,
+        )
+        learned += [told.fact.block_hashes for told in consumer.stored(stored)]
+
+    assert b"".join(learned) == chain.hashes[0] + b"".join(chain.hashes[shared:])
