@@ -115,6 +115,7 @@ class FakeEngine:
         self.fault_count: int | None = None
         self.health_status = 200
         self.tokenize_seconds = 0.0
+        self.step: asyncio.Semaphore | None = None  # a stream takes one before each event
         self.on_disk: list[ObjectFact] = []
         self.running = 0
         self.prefilled_tokens = 0
@@ -343,6 +344,8 @@ class FakeEngine:
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await answer.prepare(request)
         for number in range(int(body.get("max_tokens") or 4)):
+            if self.step is not None:
+                await self.step.acquire()
             event = {"id": "1", "choices": [{"index": 0, "text": f"t{number}"}], "usage": None}
             data = f"data: {json.dumps(event)}\n\n".encode()
             if fault == "slow":
@@ -356,6 +359,8 @@ class FakeEngine:
                 request.transport.abort()
                 return answer
             await asyncio.sleep(self.token_seconds)
+        if self.step is not None:
+            await self.step.acquire()
         last = {"id": "1", "choices": [], "usage": usage}
         await answer.write(f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n".encode())
         return answer

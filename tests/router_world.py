@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import aiohttp
-from fake_engine import FakeEngine
+from fake_engine import BLOCK_TOKENS, FakeEngine
 
+from opal_connector.cluster.request import PrefixRequest
 from opal_connector.cluster.router.config import router_config
 from opal_connector.cluster.router.server import RouterServer
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 10.0
 # Shorter than anybody would have them, so that tests need not wait.
 QUICK: dict[str, Any] = {
     "host": "127.0.0.1",
@@ -23,7 +24,7 @@ QUICK: dict[str, Any] = {
 
 
 def run(body: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(body, 60))
+    asyncio.run(asyncio.wait_for(body, 30))
 
 
 async def eventually(condition: Callable[[], object], what: str = "it") -> None:
@@ -61,27 +62,18 @@ class World:
 
     async def settled(self) -> None:
         """Until all events were taken in."""
-        await eventually(
-            lambda: (
-                all(status.is_settled for status in self.core.sources.feed.statuses())
-                and all(
-                    {engine.name for engine in self.engines if engine._has_events}
-                    <= set(self.core.index.workers)
-                    for _ in (0,)
-                )
-            ),
-            "the events",
-        )
+        statuses = self.core.sources.feed.statuses
+        await eventually(lambda: all(one.is_settled for one in statuses()), "the events")
 
     async def knows(self, engine: FakeEngine, token_ids: list[int]) -> None:
         """Until the index has a prompt's whole blocks at an engine."""
-        blocks = len(engine.hashes(token_ids))
+        wanted = len(token_ids) // BLOCK_TOKENS * BLOCK_TOKENS
 
         def known() -> bool:
-            state = self.core.index.workers.get(engine.name)
-            return state is not None and sum(state.block_counts.values()) >= blocks
+            match = self.core.index.match(PrefixRequest(token_ids=token_ids)).get(engine.name)
+            return match is not None and match.total_tokens == wanted
 
-        await eventually(known, f"{blocks} blocks at {engine.name}")
+        await eventually(known, f"{wanted} tokens at {engine.name}")
 
     def assert_nothing_is_counted(self) -> None:
         """No request is under way, in any book."""

@@ -31,6 +31,11 @@ COMMANDS: Final = {
         "replay",
         "Find out what a trace of requests would hit in tiers of a given size.",
     ),
+    "router": CommandPlace(
+        "opal_connector.cli.router",
+        "router",
+        "One OpenAI endpoint in front of several instances; requests go where they are cheapest.",
+    ),
     "tiers": CommandPlace(
         "opal_connector.cli.tiers", "tiers", "Look into a tier's directory, verify it, clean it."
     ),

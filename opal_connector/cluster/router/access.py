@@ -26,9 +26,9 @@ class Keys:
         self._is_loopback = config.is_loopback
 
     @property
-    def guards_data(self) -> bool:
-        """Whether clients need a key."""
-        return self._data is not None
+    def guards_admin(self) -> bool:
+        """Whether the admin needs a key."""
+        return self._admin is not None
 
     def allows_data(self, request: web.BaseRequest) -> bool:
         """Whether a client may use the models."""

@@ -52,6 +52,7 @@ class Admission:
         self._last_ticket = 0
         self.is_draining = False
         self.counts: Counter[str] = Counter()
+        self.reasons: Counter[tuple[str, str]] = Counter()  # by reason and worker
         fleet.on_change = self.wake
 
     @property
@@ -130,6 +131,7 @@ class Admission:
             return None
         decision = self._router.decide(question, workers, now)
         assert decision is not None
+        self.reasons[decision.reason, decision.worker_id] += 1
         instance = workers[decision.worker_id]
         self._router.begin(question, decision, now)
         instance.breaker.begin()

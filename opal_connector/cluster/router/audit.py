@@ -1,6 +1,5 @@
 """What was expected of instances' caches against what they had, and how far to trust them."""
 
-import bisect
 import logging
 import time
 from collections.abc import Callable
@@ -10,20 +9,23 @@ import msgspec
 
 from opal_connector.cluster.router.admission import Placement
 from opal_connector.cluster.router.config import AuditConfig
+from opal_connector.cluster.router.histogram import Histogram
 from opal_connector.cluster.router.instances import Instance
 from opal_connector.reports import RateLimitedWarnings
 
 logger = logging.getLogger(__name__)
 
-# Of actual minus expected tokens; the last bucket has no upper end.
-DIFFERENCE_BOUNDS: Final = (-65_536, -16_384, -4_096, -1_024, -256, -64, -16, 0, 16, 64, 256, 1_024)
+DIFFERENCE_BOUNDS: Final = (
+    *(-16_384.0, -4_096.0, -1_024.0, -256.0, -64.0, -16.0, -1.0),
+    *(0.0, 15.0, 63.0, 255.0, 1_023.0, 4_095.0, 16_383.0),
+)
 
 
 class WorkerAudit(msgspec.Struct):
     """What came of one worker's requests.
 
-    `differences` counts requests by the bucket of actual minus expected tokens. `trust` is the
-    moving average of the part of what was expected for sure that was there.
+    `differences` are of actual minus expected tokens. `trust` is the moving average of the part of
+    what was expected for sure that was there.
     """
 
     requests: int = 0
@@ -32,9 +34,7 @@ class WorkerAudit(msgspec.Struct):
     prompt_tokens: int = 0
     trust: float = 1.0
     resyncs: int = 0
-    differences: list[int] = msgspec.field(
-        default_factory=lambda: [0] * (len(DIFFERENCE_BOUNDS) + 1)
-    )
+    differences: Histogram = msgspec.field(default_factory=lambda: Histogram(DIFFERENCE_BOUNDS))
     since_resync: int = 0
     resynced_at: float = float("-inf")
 
@@ -63,8 +63,7 @@ class Audit:
         found.expected_tokens += decision.expected_tokens
         found.actual_tokens += cached_tokens
         found.prompt_tokens += decision.prompt_tokens
-        difference = cached_tokens - decision.expected_tokens
-        found.differences[bisect.bisect_left(DIFFERENCE_BOUNDS, difference)] += 1
+        found.differences.see(cached_tokens - decision.expected_tokens)
         self._weigh(placement, found, cached_tokens)
 
     def forget(self, worker_id: str) -> None:

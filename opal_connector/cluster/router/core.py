@@ -126,7 +126,7 @@ class RouterCore:
         blocks = self.sources.forget_volatile(instance)
         self.deaths += 1
         self.forgotten_blocks += blocks
-        broken = instance.pool.fail_unanswered(UpstreamBroken("reset", "it is dead"))
+        broken = instance.pool.fail_unanswered(UpstreamBroken("dead", "it does not live any more"))
         logger.warning(
             "%s is dead: %d blocks that it had in memory are forgotten, %d requests go elsewhere",
             instance.name,

@@ -1,5 +1,6 @@
 """`Router`: from what is known of the workers to where a request goes. No I/O, no clock."""
 
+import copy
 from collections.abc import Collection, Sequence
 
 import msgspec
@@ -138,6 +139,17 @@ class Router:
             costs=choice.costs,
             prefixes=prefixes,
         )
+
+    def would_decide(
+        self, question: RouteQuestion, workers: Collection[str], now: float
+    ) -> RouteDecision | None:
+        """The same as `decide`, of a request that is not there: nobody's turn changes."""
+        policies = self._policies
+        self._policies = copy.deepcopy(policies)
+        try:
+            return self.decide(question, workers, now)
+        finally:
+            self._policies = policies
 
     def begin(self, question: RouteQuestion, decision: RouteDecision, now: float) -> None:
         """The request is sent where the decision says."""

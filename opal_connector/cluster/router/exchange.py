@@ -32,6 +32,7 @@ class Job(msgspec.Struct, eq=False):
     request: web.BaseRequest
     body: RequestBody
     question: RouteQuestion
+    began: float
     deadline: float
     failed: list[str] = []
 

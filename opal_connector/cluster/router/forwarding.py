@@ -13,6 +13,11 @@ from opal_connector.cluster.router.bodies import RequestBody, read_body
 from opal_connector.cluster.router.config import LimitsConfig
 from opal_connector.cluster.router.decide import RouteQuestion, Router
 from opal_connector.cluster.router.exchange import Exchange, Job
+from opal_connector.cluster.router.histogram import (
+    FIRST_BYTE_BOUNDS,
+    OVERHEAD_BOUNDS,
+    Histogram,
+)
 from opal_connector.cluster.router.instances import Fleet, Instance
 from opal_connector.cluster.router.prompt_tokens import PromptTokens
 from opal_connector.cluster.router.upstream import UpstreamBroken
@@ -64,6 +69,8 @@ class Forwarder:
         self.on_failure: Callable[[Instance, str], None] = _nobody_listens
         self.counts: Counter[tuple[str, str]] = Counter()
         self.under_way = 0
+        self.first_byte_seconds = Histogram(FIRST_BYTE_BOUNDS)
+        self.overhead_seconds = Histogram(OVERHEAD_BOUNDS)
 
     async def question(
         self, path: str, body: RequestBody, headers: Mapping[str, str]
@@ -89,13 +96,14 @@ class Forwarder:
         Raises:
             Refusal: No instance can take it.
         """
-        deadline = time.monotonic() + self._limits.request_timeout_seconds
         raw = await request.read()
+        began = time.monotonic()
+        deadline = began + self._limits.request_timeout_seconds
         self.under_way += 1
         try:
             body = read_body(raw)
             question = await self.question(path, body, request.headers)
-            return await self._attempts(Job(request, body, question, deadline))
+            return await self._attempts(Job(request, body, question, began, deadline))
         finally:
             self.under_way -= 1
 
@@ -109,6 +117,8 @@ class Forwarder:
             placement = await self._admission.place(
                 job.question, job.body.model, without=job.failed, deadline=job.deadline
             )
+            if attempt == 0:
+                self.overhead_seconds.see(time.monotonic() - job.began)
             is_last = attempt + 1 == self._limits.max_attempts
             try:
                 return await self._attempt(job, placement, is_last=is_last)
@@ -139,6 +149,7 @@ class Forwarder:
                 raise _Retry(status, f"an instance answered {status}")
             if exchange.is_computed:
                 self._router.first_token(job.question.request_id)
+                self.first_byte_seconds.see(time.monotonic() - job.began)
             answer = await exchange.pass_on()
             if exchange.is_computed:
                 self.on_cached(placement, exchange.cached_tokens)

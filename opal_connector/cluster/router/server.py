@@ -6,21 +6,29 @@ import logging
 import os
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
 import msgspec
-from aiohttp import web
-from aiohttp.http_writer import HttpVersion10
+from aiohttp import HttpVersion10, web
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from opal_connector.cluster.router.access import Keys
+from opal_connector.cluster.router.admin import Admin, Handler
 from opal_connector.cluster.router.admission import Refusal
 from opal_connector.cluster.router.config import RouterConfig, check_policy
 from opal_connector.cluster.router.core import RouterCore, is_taking
 from opal_connector.cluster.router.health import ask
+from opal_connector.cluster.router.instances import Instance
+from opal_connector.cluster.router.metrics import exposition
 from opal_connector.cluster.router.upstream import UpstreamBroken
-from opal_connector.cluster.router.wire import POLICY_HEADER, error_answer, json_answer
+from opal_connector.cluster.router.wire import (
+    ADMIN_KEY_HEADER,
+    POLICY_HEADER,
+    error_answer,
+    json_answer,
+)
 from opal_connector.config import ConfigError, parse_size_bytes
 
 logger = logging.getLogger(__name__)
@@ -35,8 +43,6 @@ FORWARDED: Final = (
 )
 _POLL_SECONDS: Final = 0.05
 _MODELS_SECONDS: Final = 2.0
-
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class RouterServer:
@@ -59,10 +65,17 @@ class RouterServer:
         self._tls = _tls(config)
         self._max_body_bytes = parse_size_bytes(config.limits.max_body)
         self.core = RouterCore(config, environ)
+        self._admin = Admin(self.core)
         self._handlers = self._paths()
         self._runner: web.ServerRunner | None = None
         self._site: web.TCPSite | None = None
         self.port = config.port
+
+    @property
+    def url(self) -> str:
+        """Where clients reach it."""
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        return f"{'http' if self._tls is None else 'https'}://{host}:{self.port}"
 
     async def start(self) -> None:
         """Know the instances and listen.
@@ -88,7 +101,7 @@ class RouterServer:
         )
         await self._site.start()
         self.port = self._runner.addresses[0][1]
-        logger.info("listening at %s:%d", self.config.host, self.port)
+        logger.info("listening at %s", self.url)
 
     async def drain(self) -> bool:
         """Take no new requests and wait for those that are under way; whether all of them ended."""
@@ -121,6 +134,9 @@ class RouterServer:
         handlers["GET", "/v1/models"] = self._models
         handlers["GET", "/health"] = self._health
         handlers["GET", "/ready"] = self._ready
+        handlers["GET", "/metrics"] = self._metrics
+        for key, handler in self._admin.handlers.items():
+            handlers[key] = partial(self._administer, handler=handler)
         return handlers
 
     def _request(self, *args: Any) -> web.BaseRequest:
@@ -137,11 +153,26 @@ class RouterServer:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         handler = self._handlers.get((request.method, request.path))
-        if handler is None:
-            return self._unknown(request)
-        return await handler(request)
+        try:
+            answer = await (self._unknown(request) if handler is None else handler(request))
+        except web.HTTPRequestEntityTooLarge:
+            answer = error_answer(413, f"a body may have {self._max_body_bytes} bytes")
+            answer.force_close()
+        except (web.RequestPayloadError, ConnectionResetError):
+            answer = error_answer(400, "the body cannot be read")
+            answer.force_close()
+        if handler is not None:
+            self.core.forwarder.counts["answer", str(answer.status)] += 1
+        return answer
 
-    def _unknown(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _administer(self, request: web.BaseRequest, handler: Handler) -> web.StreamResponse:
+        if not self._keys.allows_admin(request):
+            if self._keys.guards_admin:
+                return error_answer(401, f"{ADMIN_KEY_HEADER} is missing or wrong")
+            return error_answer(403, "without a key for the admin, only this machine may ask this")
+        return await self._admin.answer(handler, request)
+
+    async def _unknown(self, request: web.BaseRequest) -> web.StreamResponse:
         allowed = [method for method, path in self._handlers if path == request.path]
         if allowed:
             return error_answer(
@@ -161,16 +192,16 @@ class RouterServer:
             return await self.core.forwarder.forward(request, path)
         except ConfigError as error:
             return error_answer(400, str(error))
-        except web.HTTPRequestEntityTooLarge:
-            answer = error_answer(413, f"a body may have {self._max_body_bytes} bytes")
-            answer.force_close()
-            return answer
         except Refusal as refusal:
             retry = {"Retry-After": str(refusal.retry_after)}
             return error_answer(refusal.status, refusal.text, headers=retry)
 
     async def _health(self, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG002
         return web.Response()
+
+    async def _metrics(self, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG002
+        headers = {"Content-Type": CONTENT_TYPE_LATEST}
+        return web.Response(body=exposition(self.core), headers=headers)
 
     async def _ready(self, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG002
         core = self.core
@@ -194,7 +225,7 @@ class RouterServer:
             )
         return json_answer({"object": "list", "data": list(union.values())})
 
-    async def _models_of(self, instance: Any) -> list[dict[str, Any]]:
+    async def _models_of(self, instance: Instance) -> list[dict[str, Any]]:
         try:
             async with asyncio.timeout(_MODELS_SECONDS):
                 status, answer = await ask(instance, "GET", "/v1/models")

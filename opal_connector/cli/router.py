@@ -1,0 +1,133 @@
+"""`opal router`: one OpenAI endpoint in front of several instances."""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+import msgspec
+
+from opal_connector.cli.errors import CommandError, CommandFailure, plain_failures
+from opal_connector.config import ConfigError
+
+if TYPE_CHECKING:
+    from opal_connector.cluster.router.config import RouterConfig
+
+_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+@click.command()
+@click.option(
+    "--config",
+    "path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="A YAML or JSON file; the other options win over it.",
+)
+@click.option(
+    "--instance",
+    "instances",
+    multiple=True,
+    metavar="URL[,tcp://HOST:PORT]",
+    help="An engine's server and, behind a comma, its Opal event channel. May be repeated.",
+)
+@click.option("--host", help="The address to listen at.  [127.0.0.1]")
+@click.option("--port", type=click.IntRange(0, 65_535), help="The port, 0 for any.  [8000]")
+@click.option("--policy", metavar="NAME", help="How to choose an instance.  [Balanced]")
+@click.option("--check", is_flag=True, help="Only check the configuration.")
+@click.option("-v", "--verbose", is_flag=True, help="Say more.")
+def router(
+    path: Path | None, instances: tuple[str, ...], check: bool, verbose: bool, **options: Any
+) -> None:
+    """Serve one OpenAI endpoint in front of several instances.
+
+    SIGTERM and Ctrl-C let what is under way end; a second one does not.
+    """
+    with plain_failures("router"):
+        config = _config(path, instances, options)
+        if check:
+            click.echo("The configuration is right.")
+            return
+        level = logging.DEBUG if verbose else logging.INFO
+        logging.basicConfig(format=_FORMAT, level=level, stream=sys.stderr)
+        _run(_serve(config))
+
+
+def _config(
+    path: Path | None, instances: tuple[str, ...], options: dict[str, Any]
+) -> "RouterConfig":
+    from opal_connector.cluster.router.config import load_router_config, router_config
+
+    try:
+        config = load_router_config(path) if path is not None else router_config({})
+        given = {name: value for name, value in options.items() if value is not None}
+        if given or instances:
+            merged = {**msgspec.to_builtins(config), **given}
+            merged["instances"] = [*merged["instances"], *map(_instance, instances)]
+            config = router_config(merged)
+    except ConfigError as error:
+        raise CommandError(f"{error}.") from error
+    if not config.instances:
+        raise CommandError("Name at least one instance, with --instance or in --config.")
+    return config
+
+
+def _instance(text: str) -> dict[str, Any]:
+    url, comma, events = text.partition(",")
+    return {"url": url, "events": events} if comma else {"url": url}
+
+
+async def _serve(config: "RouterConfig") -> None:
+    from opal_connector.cluster.router.server import RouterServer
+
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+
+    def end() -> None:
+        if stop.is_set():
+            stop_now.set()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end)
+    try:
+        server = RouterServer(config)
+    except ConfigError as error:
+        raise CommandError(f"{error}.") from error
+    try:
+        await _start(server)
+        click.echo(f"Serving at {server.url} with {len(config.instances)} instances.")
+        await stop.wait()
+        click.echo("Ending: what is under way may end, nothing new is taken.", err=True)
+        drained = asyncio.ensure_future(server.drain())
+        at_once = asyncio.ensure_future(stop_now.wait())
+        await asyncio.wait({drained, at_once}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (drained, at_once):
+            task.cancel()
+    finally:
+        await server.close()
+
+
+async def _start(server: Any) -> None:
+    try:
+        await server.start()
+    except ConfigError as error:
+        raise CommandError(f"{error}.") from error
+    except ValueError as error:
+        raise CommandFailure(f"An instance cannot be followed: {error}.") from error
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    """Runs it in uvloop's loop, where there is one."""
+    make: Callable[[], asyncio.AbstractEventLoop] | None
+    try:
+        import uvloop
+
+        make = uvloop.new_event_loop
+    except ModuleNotFoundError:
+        make = None
+    with asyncio.Runner(loop_factory=make) as runner:
+        runner.run(work)
