@@ -126,6 +126,11 @@ def wait_until_followed(*proxies: ChannelProxy) -> None:
         time.sleep(0.05)
 
 
+def used_bytes(directory: Path) -> int:
+    """What the objects under a directory take on the disk."""
+    return sum(found.stat().st_blocks * 512 for found in directory.rglob("*") if found.is_file())
+
+
 def some_lost_some_twice(sequence: int) -> int:
     """How often a batch arrives."""
     return (1, 1, 0, 1, 2, 1, 1)[sequence % 7]
@@ -151,6 +156,7 @@ def test_no_difference_after_evictions_lost_batches_and_a_killed_engine(tmp_path
         for server in (first, third):
             for tier in ("CPUMemory", "LocalNVMe"):
                 assert server.metrics().total("vllm:opal_evictions_total", tier=tier) > 0
+        assert used_bytes(tmp_path / "shared") <= SHARED_BLOCKS * BLOCK_BYTES
         watcher.send_signal(signal.SIGINT)
         output, _ = watcher.communicate(timeout=VERIFY_SECONDS)
 
@@ -165,8 +171,9 @@ def test_no_difference_after_evictions_lost_batches_and_a_killed_engine(tmp_path
         held = {place["tier"]: place["blocks"] for place in one["places"]}
         assert set(held) == {"Device", "CPUMemory", "LocalNVMe", "DistributedFS"}
         assert all(held.values()), held
-    # What was lost came again as batches: events alone were enough, nothing had drifted.
-    assert [one["digest_mismatches"] for one in metrics.values()] == [0, 0]
+    # What was lost came again as batches: events alone were enough, nothing had drifted. (What the
+    # other one's persistent tiers lost while it was dead, only a comparison can tell.)
+    assert metrics["one"]["digest_mismatches"] == 0
     assert bad.lost_batches > 0
     assert metrics["one"]["gaps"] > 0
     assert metrics["one"]["replayed_batches"] > 0
