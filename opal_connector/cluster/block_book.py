@@ -114,6 +114,9 @@ class BlockBook:
         """The fact's own blocks, those behind `shared_blocks`, are not in a tier any more."""
         run = fact.block_hashes[shared_blocks * HASH_BYTES :]
         hashes = split_run(run)
+        if not hashes:
+            state.malformed_events += bool(run)
+            return
         place = state.places.get((fact.group, tier))
         changed = self._remove(place, hashes, run) if place is not None else 0
         state.unknown_deletes += len(hashes) - changed

@@ -19,6 +19,12 @@ MAX_PAYLOAD_BYTES: Final = 16 << 20
 MAX_BATCH_EVENTS: Final = 8_192
 NAMES_LIMIT: Final = 64
 
+# What others compute with: neither negative nor infinite, and a number.
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Amount = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+_HeartbeatSeconds = Annotated[float, msgspec.Meta(gt=0, le=3_600)]
+_Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+_Blocks = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 _Buckets = Annotated[bytes, msgspec.Meta(min_length=2_048, max_length=2_048)]
 
 
@@ -51,8 +57,8 @@ class InstanceDescription(msgspec.Struct, frozen=True, kw_only=True):
     instance_id: ShortName
     incarnation: int
     model: ShortName
-    block_tokens: int
-    chunk_blocks: int = 1
+    block_tokens: _Tokens
+    chunk_blocks: _Blocks = 1
     namespace: Digest = b""
     tiers: Annotated[tuple[TierDescription, ...], msgspec.Meta(max_length=NAMES_LIMIT)] = ()
     groups: Annotated[tuple[GroupDescription, ...], msgspec.Meta(max_length=NAMES_LIMIT)] = (
@@ -65,10 +71,10 @@ class TierLoad(msgspec.Struct, frozen=True, array_like=True):
     """How full a tier is, and how fast it was; None where nothing was measured yet."""
 
     tier: ShortName
-    used_bytes: int
-    capacity_bytes: int
-    load_seconds_per_byte: float | None = None
-    store_seconds_per_byte: float | None = None
+    used_bytes: _Count
+    capacity_bytes: _Count
+    load_seconds_per_byte: _Amount | None = None
+    store_seconds_per_byte: _Amount | None = None
 
 
 class SystemEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,12 +85,12 @@ class SystemEvent(msgspec.Struct, frozen=True, kw_only=True):
     `chunk_bytes` is what one chunk of all groups takes in a tier.
     """
 
-    queue_depth: int = 0
-    running: int = 0
-    waiting: int = 0
-    device_usage: float = 0.0
-    prefill_tokens_per_second: float | None = None
-    chunk_bytes: int = 0
+    queue_depth: _Count = 0
+    running: _Count = 0
+    waiting: _Count = 0
+    device_usage: _Amount = 0.0
+    prefill_tokens_per_second: _Amount | None = None
+    chunk_bytes: _Count = 0
     tiers: Annotated[tuple[TierLoad, ...], msgspec.Meta(max_length=NAMES_LIMIT)] = ()
 
 
@@ -189,7 +195,7 @@ class Description(_Message, frozen=True, tag=20):
     request_id: int
     instance: InstanceDescription
     publish_endpoint: str
-    heartbeat_seconds: float
+    heartbeat_seconds: _HeartbeatSeconds
     revision: int
     sequence: int
 

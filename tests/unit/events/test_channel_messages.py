@@ -136,3 +136,36 @@ def test_another_format_version_is_named() -> None:
     later = msgspec.structs.replace(BATCH, version=FORMAT_VERSION + 1)
     with pytest.raises(MessageError, match=f"format version {FORMAT_VERSION + 1}"):
         decode_published(encode_message(later))
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0.0, -1.0, 1e9])
+def test_a_heartbeat_interval_in_which_nobody_ever_goes_stale_is_refused(seconds: float) -> None:
+    description = Description(FORMAT_VERSION, 1, DESCRIPTION, "tcp://*:1", seconds, 2, 3)
+    with pytest.raises(MessageError):
+        decode_reply(encode_message(description))
+
+
+@pytest.mark.parametrize("name", ["block_tokens", "chunk_blocks"])
+@pytest.mark.parametrize("count", [0, -1, 1 << 40])
+def test_sizes_that_nobody_can_divide_by_are_refused(name: str, count: int) -> None:
+    """One instance that says so would end every answer about all of them."""
+    instance = msgspec.structs.replace(DESCRIPTION, **{name: count})
+    description = Description(FORMAT_VERSION, 1, instance, "tcp://*:1", 1.0, 2, 3)
+    with pytest.raises(MessageError):
+        decode_reply(encode_message(description))
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        SystemEvent(device_usage=float("nan")),
+        SystemEvent(prefill_tokens_per_second=float("inf")),
+        SystemEvent(queue_depth=-1),
+        SystemEvent(tiers=(TierLoad("Device", 1, 2, -0.5),)),
+    ],
+    ids=["nan", "infinite", "negative", "negative speed"],
+)
+def test_a_load_that_nobody_can_compute_with_is_refused(system: SystemEvent) -> None:
+    beat = Heartbeat(FORMAT_VERSION, "a", 1, 2, 0.0, 3, system, ())
+    with pytest.raises(MessageError):
+        decode_published(encode_message(beat))
