@@ -113,6 +113,7 @@ class FakeEngine:
         self.is_cache_on = is_cache_on
         self.fault: str | int | None = None
         self.fault_count: int | None = None
+        self.is_judge = False  # of requests: all are bad
         self.health_status = 200
         self.tokenize_seconds = 0.0
         self.step: asyncio.Semaphore | None = None  # a stream takes one before each event
@@ -259,6 +260,8 @@ class FakeEngine:
         if path in ("/tokenize", "/detokenize"):
             await asyncio.sleep(self.tokenize_seconds)
             return web.json_response({"tokens": self._tokens(json.loads(raw)), "count": 1})
+        if self.is_judge:
+            return web.json_response({"error": {"message": "bad request"}}, status=400)
         fault = self._take_fault()
         if isinstance(fault, int):
             return web.json_response({"error": {"message": "no"}}, status=fault)

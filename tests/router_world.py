@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import aiohttp
+import uvloop
 from fake_engine import BLOCK_TOKENS, FakeEngine
 
 from opal_connector.cluster.request import PrefixRequest
@@ -24,7 +25,9 @@ QUICK: dict[str, Any] = {
 
 
 def run(body: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(body, 30))
+    """In the loop that a router has, where it is installed."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(body, 30))
 
 
 async def eventually(condition: Callable[[], object], what: str = "it") -> None:

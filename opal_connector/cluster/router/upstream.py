@@ -4,7 +4,7 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, cast
 
 import httptools
 import msgspec
@@ -178,8 +178,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection is there."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by name
 
     def data_received(self, data: bytes) -> None:
         """Bytes came."""
