@@ -113,11 +113,17 @@ class BlockBook:
     ) -> None:
         """The fact's own blocks, those behind `shared_blocks`, are not in a tier any more."""
         run = fact.block_hashes[shared_blocks * HASH_BYTES :]
+        place = state.places.get((fact.group, tier))
+        count, rest = divmod(len(run), HASH_BYTES)
+        is_run = place is not None and count > 0 and rest == 0
+        if place is not None and is_run and place.index.delete_tail(place.column, place.bit, run):
+            place.digest.flip(run)
+            place.block_count -= count
+            return
         hashes = split_run(run)
         if not hashes:
             state.malformed_events += bool(run)
             return
-        place = state.places.get((fact.group, tier))
         changed = self._remove(place, hashes, run) if place is not None else 0
         state.unknown_deletes += len(hashes) - changed
 

@@ -8,51 +8,13 @@ serve is where it drops out, and a match costs one look per segment, whatever ho
 from collections.abc import Callable, Iterator, Sequence
 
 from opal_connector.cluster.segments import MAX_SEGMENT_BLOCKS, Masks, Segment, SegmentTree
-from opal_connector.keys import CHAIN_ROOT
+from opal_connector.cluster.worker_names import WorkerNames
+from opal_connector.keys import CHAIN_ROOT, HASH_BYTES
 
 DEVICE_COLUMN = 0
 _EVERYBODY = -1
 _WALK = 4  # segments without a change before leaps are tried
 _FIRST_LEAP = 16  # blocks
-_REMEMBERED_MASKS = 65_536
-
-
-class WorkerNames:
-    """The workers that bits stand for.
-
-    Mutable state: the bits, and in `known` the workers of masks that were asked for, bounded; used
-    by one thread.
-    """
-
-    def __init__(self) -> None:
-        self.bits: dict[str, int] = {}
-        self.known: dict[int, tuple[str, ...]] = {}
-
-    def add(self, worker_id: str) -> None:
-        """Give a worker the lowest free bit; one that has a bit keeps it."""
-        if worker_id in self.bits:
-            return
-        taken = set(self.bits.values())
-        bit = 1
-        while bit in taken:
-            bit <<= 1
-        self.bits[worker_id] = bit
-        self.known.clear()
-
-    def discard(self, worker_id: str) -> None:
-        """Take a worker's bit back."""
-        del self.bits[worker_id]
-        self.known.clear()
-
-    def of(self, mask: int) -> tuple[str, ...]:
-        """The workers of a mask."""
-        found = self.known.get(mask)
-        if found is None:
-            found = tuple(worker_id for worker_id, bit in self.bits.items() if bit & mask)
-            if len(self.known) >= _REMEMBERED_MASKS:
-                self.known.clear()
-            self.known[mask] = found
-        return found
 
 
 class PrefixIndex:
@@ -142,6 +104,24 @@ class PrefixIndex:
                 changed += hashes[start:stop]
             start = stop
         return changed
+
+    def delete_tail(self, column: int, bit: int, run: bytes) -> bool:
+        """`delete` of a run that is just the end of a segment, as evictions mostly are.
+
+        Returns:
+            Whether it was; else nothing has happened.
+        """
+        first = run[:HASH_BYTES]
+        segment = self.tree.blocks.get(first)
+        if segment is None or not _mask(segment.held, column) & bit:
+            return False
+        own = segment.hashes
+        start = len(own) - len(run) // HASH_BYTES
+        # Joined, the hashes compare in one go, and those of the run need not be made.
+        if start < 0 or own[start] != first or b"".join(own[start:]) != run:
+            return False
+        self._release(segment, start, len(own), column, bit)
+        return True
 
     def clear(self, column: int, bit: int) -> int:
         """A worker holds nothing in a column any more. Costs a walk over everything.

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from opal_connector.cluster.index import DEVICE_COLUMN, PrefixIndex, WorkerNames
+from opal_connector.cluster.index import DEVICE_COLUMN, PrefixIndex
+from opal_connector.cluster.worker_names import WorkerNames
 from opal_connector.events import DEVICE_TIER
 from opal_connector.events.channel import InstanceDescription, TierDescription
 from opal_connector.keys import LoraIdentity

@@ -3,7 +3,8 @@
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from opal_connector.cluster.index import DEVICE_COLUMN, PrefixIndex, WorkerNames
+from opal_connector.cluster.index import DEVICE_COLUMN, PrefixIndex
+from opal_connector.cluster.worker_names import WorkerNames
 from opal_connector.keys import CHAIN_ROOT
 
 

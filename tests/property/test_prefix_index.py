@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opal_connector.cluster.index import PrefixIndex, WorkerNames
+from opal_connector.cluster.index import PrefixIndex
 from opal_connector.cluster.index_audit import audit_index
+from opal_connector.cluster.worker_names import WorkerNames
 from opal_connector.keys import CHAIN_ROOT
 
 WORKERS = 3

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opal_connector.cluster.index import WorkerNames
 from opal_connector.cluster.loads import LoadBook, WorkerLoad
 from opal_connector.cluster.predictions import Predictions
+from opal_connector.cluster.worker_names import WorkerNames
 
 
 def test_a_request_counts_as_queued_then_as_decoding_then_not_at_all() -> None:
