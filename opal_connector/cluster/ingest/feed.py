@@ -148,10 +148,13 @@ class KVBMFeed:
     def _new_shell(self, source: Source, context: Context) -> _Shell:
         name = source.name
         on_fault = partial(self._on_fault, name)
-        claim = partial(self._claim, name)
         if isinstance(source, NativeSource):
             machine = NativeMachine(
-                self._index, name, limits=self._limits, warnings=self._warnings, claim=claim
+                self._index,
+                name,
+                limits=self._limits,
+                warnings=self._warnings,
+                claim=partial(self._claim_alone, name),
             )
             return NativeShell(source, machine, context, self._clock, on_fault)
         engine = EngineDescription(
@@ -166,7 +169,7 @@ class KVBMFeed:
                 engine=engine,
                 limits=self._limits,
                 warnings=self._warnings,
-                claim=claim,
+                claim=partial(self._claim, name),
             ),
             context,
             self._clock,
@@ -176,6 +179,13 @@ class KVBMFeed:
     def _claim(self, name: str, worker_id: str) -> bool:
         """Whether a source may feed a worker: nobody else does."""
         return self._owners.setdefault(worker_id, name) == name
+
+    def _claim_alone(self, name: str, worker_id: str) -> bool:
+        """The same for a source that feeds one worker: whom it fed before is free again."""
+        for other in [worker for worker, owner in self._owners.items() if owner == name]:
+            if other != worker_id:
+                del self._owners[other]
+        return self._claim(name, worker_id)
 
     async def _run(self) -> None:
         while True:

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _PAST_INCARNATIONS = 16
 _BACKWARD_HEARTBEATS = 3  # one alone may just be late
+_SILENT_QUESTION_SECONDS = 10.0
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -88,6 +89,7 @@ class NativeMachine:
         self._stale_after = self._limits.stale_seconds
         self._heard_at = 0.0
         self._is_heard = True
+        self._asked_at = 0.0  # who it is, since it is not heard
         self._backward_heartbeats = 0
         self._refusals = 0
         self._accounted_at: float | None = None
@@ -173,6 +175,8 @@ class NativeMachine:
         self.metrics.faults += 1
         self._talk.close()
         self._talk.hold(now)
+        self._publish_endpoint = None  # its stream may be what could not be opened
+        self._wants_description = True
         if self._description is not None:
             self._sync.begin()
         return self._advance(now)
@@ -194,6 +198,9 @@ class NativeMachine:
             self.metrics.lost_heartbeats += 1
             self._sync.must_compare()
             self._index.set_live(self._description.instance_id, is_live=False)
+        if not self._is_heard and now - self._asked_at >= _SILENT_QUESTION_SECONDS:
+            self._asked_at = now
+            self._wants_description = True  # it may have started again, and publish elsewhere
         if self._talk.is_overdue(now):
             self.metrics.timeouts += 1
             question = self._talk.again(now)
@@ -231,6 +238,7 @@ class NativeMachine:
         if (description.instance_id, reply.incarnation) in self._past:
             self.metrics.late += 1
             self._wants_description = True  # it knows best which one it is
+            self._talk.hold(now)  # and may never say the same twice
         else:
             self._restart(reply.incarnation, now)
         return False
@@ -268,6 +276,10 @@ class NativeMachine:
                 new.instance_id,
             )
             self._talk.hold(now)
+            if old is not None:  # whom it was is not here any more, whoever that feeds now
+                self._index.remove_worker(old.instance_id)
+                self._past.append(self._identity(old))
+                self._description = None
             return
         self._wants_description = False
         self._revision = reply.revision

@@ -3,6 +3,8 @@
 from collections import deque
 from collections.abc import Iterable
 
+import msgspec
+
 from opal_connector.cluster.ingest.answers import ContentsParts, ReplayParts
 from opal_connector.cluster.ingest.conversation import Conversation
 from opal_connector.cluster.ingest.follower import Follower
@@ -54,7 +56,7 @@ class TierSync:
         self._labels: dict[TierKey, int] = {}
         self._plan: deque[Wanted] = deque()
         self._contents = ContentsParts(limits.contents_bytes)
-        self._replay = ReplayParts()
+        self._replay = ReplayParts(limits.contents_bytes)
         self._replay_from = -1
         self._mismatches = 0
         self._compare_at = float("-inf")
@@ -129,7 +131,7 @@ class TierSync:
             if not self.is_syncing:
                 self._follower.remember()
         elif isinstance(question, AskReplay):
-            self._replay = ReplayParts()
+            self._replay = ReplayParts(self._limits.contents_bytes)
 
     def on_reply(self, reply: Replay | DigestsNow | Contents, now: float) -> bool:
         """Take an answer to the open question; whether a synchronisation ended with it."""
@@ -186,15 +188,23 @@ class TierSync:
                 continue
             self._metrics.replayed_batches += 1
             if not self._follower.offer(batch, len(payload), now):
-                self._metrics.overflows += 1
-                self._talk.close()
-                self.begin()
+                self._overflow()
                 return
-        if self._replay.add(reply):
+        try:
+            is_whole = self._replay.add(reply)
+        except MemoryError:
+            self._overflow()
+            return
+        if is_whole:
             self._metrics.replays += 1
             self._talk.close()
             if self.has_gap and self.applied < self._replay_from:
                 self.begin()  # the first missing batch is not kept any more
+
+    def _overflow(self) -> None:
+        self._metrics.overflows += 1
+        self._talk.close()
+        self.begin()
 
     def _replayed(self, payload: bytes, incarnation: int) -> Batch | None:
         try:
@@ -214,6 +224,8 @@ class TierSync:
 
     def _on_contents(self, reply: Contents) -> None:
         wanted = self._plan[0]
+        if wanted.key[1] not in self._persistent():
+            reply = msgspec.structs.replace(reply, is_complete=True)
         try:
             is_whole = self._contents.add(reply)
         except MemoryError:
@@ -268,6 +280,15 @@ class TierSync:
         self, theirs: dict[TierKey, TierDigest], *, with_incomplete: bool
     ) -> list[Wanted]:
         ours = by_tier(self._index.digests(self._worker))
+        persistent = self._persistent()
+        # Of what no process keeps over its end nobody can know more than the process itself: where
+        # it does not know all, what it does not name is still not to be counted on.
+        theirs = {
+            key: digest
+            if key[1] in persistent
+            else msgspec.structs.replace(digest, is_complete=True)
+            for key, digest in theirs.items()
+        }
         described = self._described()
         for key in [key for key in ours if key not in theirs and key[1] not in described]:
             self._index.clear_tier(self._worker, key[1], key[0])  # no such tier any more
