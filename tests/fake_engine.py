@@ -146,19 +146,25 @@ class FakeEngine:
         await site.start()
         self.port = self._runner.addresses[0][1]
 
-    async def _publish(self, endpoint: Endpoint | None = None) -> None:
+    async def _publish(
+        self, endpoint: Endpoint | None = None, publish_endpoint: Endpoint | None = None
+    ) -> None:
         settings = ChannelSettings(
             endpoint=endpoint or Endpoint("127.0.0.1", 0),
+            publish_endpoint=publish_endpoint,
             instance_id=self.name,
             coalesce_seconds=0.005,
             heartbeat_seconds=0.1,
         )
-        self._publisher = Publisher(settings, _Source(self), _Device())
-        self._publisher.start()
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while self._publisher.publish_endpoint is None:
+        publisher: Publisher | None = None
+        while publisher is None or publisher.publish_endpoint is None:
             assert time.monotonic() < deadline, "the channel does not open"
+            if publisher is None or not publisher.is_alive:  # perhaps its port is still in use
+                publisher = Publisher(settings, _Source(self), _Device())
+                publisher.start()
             await asyncio.sleep(0.005)
+        self._publisher = publisher
 
     async def close(self) -> None:
         await self.stop_listening()
@@ -179,14 +185,14 @@ class FakeEngine:
     async def restart(self) -> None:
         """The process ends and another one comes up at the same addresses, with what is on disk."""
         await self.stop_listening()
-        endpoint = self._publisher.endpoint if self._publisher is not None else None
-        if self._publisher is not None:
-            await asyncio.to_thread(self._publisher.close)
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            await asyncio.to_thread(publisher.close)
         self._cache.clear()
         self.running = 0
         await self.listen()
-        if endpoint is not None:
-            await self._publish(endpoint)
+        if publisher is not None:
+            await self._publish(publisher.endpoint, publisher.publish_endpoint)
 
     @property
     def url(self) -> str:

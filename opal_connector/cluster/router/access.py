@@ -26,6 +26,11 @@ class Keys:
         self._is_loopback = config.is_loopback
 
     @property
+    def guards_data(self) -> bool:
+        """Whether clients need a key."""
+        return self._data is not None
+
+    @property
     def guards_admin(self) -> bool:
         """Whether the admin needs a key."""
         return self._admin is not None

@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 
 from opal_connector.cluster.router.bodies import read_body
-from opal_connector.cluster.router.config import check_policy, instance_config
+from opal_connector.cluster.router.config import instance_config, policy_name
 from opal_connector.cluster.router.core import RouterCore
 from opal_connector.cluster.router.decide import RouteDecision
 from opal_connector.cluster.router.instances import Instance
@@ -101,8 +101,7 @@ class Admin:
 
     async def _set_policy(self, request: web.BaseRequest) -> web.StreamResponse:
         name = (await _object(request)).get("policy")
-        check_policy("policy", name if isinstance(name, str) else repr(name))
-        self._core.router.set_policy(str(name))
+        self._core.router.set_policy(policy_name("policy", str(name)))
         return json_answer({"policy": self._core.router.policy_name})
 
     async def _route(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -111,8 +110,6 @@ class Admin:
         body = read_body(await request.read())
         path = request.query.get("path", COMPLETIONS)
         question = await core.forwarder.question(path, body, request.headers)
-        if question.policy is not None:
-            check_policy("policy", question.policy)
         well = core.fleet.well(now, body.model, ())
         taking = [one for one in well if core.fleet.has_room(one)]
         workers = [worker_id for one in taking for worker_id in one.worker_ids]

@@ -1,6 +1,6 @@
 """What a request's body says about its route. Whatever it is, it is passed on as it came."""
 
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -26,7 +26,9 @@ class _Fields(msgspec.Struct):
 
 
 _fields = msgspec.json.Decoder(_Fields)
-_token_ids = msgspec.json.Decoder(list[int | TokenIds])
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_token_ids = msgspec.json.Decoder(list[_TokenId])
+_listed_token_ids = msgspec.json.Decoder(list[list[_TokenId]])
 _text = msgspec.json.Decoder(str | list[str])
 
 
@@ -62,16 +64,15 @@ class RequestBody(msgspec.Struct, frozen=True):
         if self.fields is None:
             return None
         raw = bytes(self.fields.prompt)
-        if not raw.startswith(b"["):
+        if raw[:1] != b"[":
             return None
         try:
-            found: Any = _token_ids.decode(raw)
+            if raw[1:64].lstrip()[:1] != b"[":
+                return _token_ids.decode(raw) or None
+            prompts = _listed_token_ids.decode(raw)
         except (msgspec.DecodeError, RecursionError):
             return None
-        if found and isinstance(found[0], list):
-            found = found[0] if len(found) == 1 else []
-        is_prompt = bool(found) and min(found) >= 0 and max(found) < 1 << 32
-        return found if is_prompt else None
+        return (prompts[0] or None) if len(prompts) == 1 else None
 
     @property
     def text(self) -> str | None:

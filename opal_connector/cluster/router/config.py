@@ -19,6 +19,7 @@ from opal_connector.config import ConfigError, parse_endpoint, parse_size_bytes
 _TOP: Final = "router"
 _STEP: Final = re.compile(r"([^.\[\]]+)|\[([0-9]+)\]")  # of a path such as instances[0].url
 _NAME: Final = re.compile(r"[^\s/\x00-\x1f]{1,128}")
+_POLICIES: Final = {name.lower(): name for name in POLICY_NAMES}
 _PORTS: Final = {"http": 80, "https": 443}
 
 
@@ -89,11 +90,12 @@ class QueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is too much. `max_attempts` counts the first one."""
+    """What is too much, or takes too long. `max_attempts` counts the first one."""
 
     max_body: str = "64MiB"
     max_header: str = "32KiB"
     connect_timeout_seconds: float = 2.0
+    body_timeout_seconds: float = 60.0
     first_byte_timeout_seconds: float = 300.0
     request_timeout_seconds: float = 1_800.0
     max_attempts: int = 3
@@ -256,7 +258,7 @@ def _check(config: RouterConfig) -> None:
         _refuse("port", config.port, "0 to 65535, 0 for any free one")
     if not config.host:
         _refuse("host", config.host, "a name or an address, such as 127.0.0.1")
-    check_policy("policy", config.policy)
+    policy_name("policy", config.policy)
     for place, instance in enumerate(config.instances):
         _check_instance(f"instances[{place}]", instance)
     labels = [instance.label for instance in config.instances]
@@ -276,10 +278,12 @@ def _check(config: RouterConfig) -> None:
         _refuse(f"security.{field}", None, "a file, since its other half is given")
 
 
-def check_policy(field: str, name: str) -> None:
-    """Whether there is a policy of that name; raises as `load_router_config`."""
-    if name.lower() not in {known.lower() for known in POLICY_NAMES}:
-        _refuse(field, name, ", ".join(POLICY_NAMES))
+def policy_name(field: str, given: str) -> str:
+    """The policy of a name, which may be in any case; raises as `load_router_config`."""
+    name = _POLICIES.get(given.lower())
+    if name is None:
+        raise ConfigError(f"{field}: found {given!r}, allowed: {', '.join(POLICY_NAMES)}")
+    return name
 
 
 def _check_instance(field: str, instance: InstanceConfig) -> None:
@@ -322,6 +326,7 @@ _POSITIVE: Final[dict[str, tuple[str, ...]]] = {
     "queue": ("queue_timeout_seconds", "retry_after_seconds"),
     "limits": (
         "connect_timeout_seconds",
+        "body_timeout_seconds",
         "first_byte_timeout_seconds",
         "request_timeout_seconds",
         "drain_seconds",

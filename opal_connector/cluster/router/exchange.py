@@ -37,6 +37,12 @@ class Job(msgspec.Struct, eq=False):
     failed: list[str] = []
 
 
+class _Answer(web.StreamResponse):
+    """Sends its headers together with the first bytes of its body."""
+
+    _send_headers_immediately = False
+
+
 class Exchange:
     """One attempt at a job.
 
@@ -88,15 +94,16 @@ class Exchange:
         """
         request, connection = self._job.request, self._connection
         assert connection is not None
-        answer = web.StreamResponse(
+        answer = _Answer(
             status=connection.status,
             reason=connection.reason,
             headers=self._answer_headers(connection.headers),
         )
         is_stream = any(value.startswith(_EVENT_STREAM) for _, value in connection.headers)
         cached = self._cached = CachedTokens(is_stream=is_stream)
-        connection.end_at(self._loop_time(self._job.deadline), "timeout", "it takes too long")
-        connection.on_failure = self._expire
+        if not connection.has_ended:
+            connection.end_at(self._loop_time(self._job.deadline), "timeout", "it takes too long")
+            connection.on_failure = self._expire
         self.answer = answer
         chunk, self._first = self._first, b""
         try:

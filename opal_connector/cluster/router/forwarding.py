@@ -1,5 +1,6 @@
 """Carries requests to instances, and to another one where that is better before the first byte."""
 
+import asyncio
 import itertools
 import logging
 import time
@@ -10,7 +11,7 @@ from aiohttp import web
 
 from opal_connector.cluster.router.admission import Admission, Placement
 from opal_connector.cluster.router.bodies import RequestBody, read_body
-from opal_connector.cluster.router.config import LimitsConfig
+from opal_connector.cluster.router.config import LimitsConfig, policy_name
 from opal_connector.cluster.router.decide import RouteQuestion, Router
 from opal_connector.cluster.router.exchange import Exchange, Job
 from opal_connector.cluster.router.histogram import (
@@ -26,6 +27,7 @@ from opal_connector.reports import RateLimitedWarnings
 
 logger = logging.getLogger(__name__)
 
+_WITHOUT_PREFILL = frozenset({"/tokenize", "/detokenize"})
 _ELSEWHERE = frozenset({429, 502, 503, 504})  # answers that another instance may better
 _FAULTS = frozenset({500, 502, 503, 504})  # answers that speak against an instance
 _UNREACHABLE = frozenset({"refused", "connect"})
@@ -75,19 +77,28 @@ class Forwarder:
     async def question(
         self, path: str, body: RequestBody, headers: Mapping[str, str]
     ) -> RouteQuestion:
-        """What is to be decided about a request."""
+        """What is to be decided about a request.
+
+        Raises:
+            ConfigError: It names a policy that does not exist.
+        """
+        policy = headers.get(POLICY_HEADER)
         prefix = None
         for source in self._tokens:
             prefix = await source.tokens(path, body)
             if prefix is not None:
                 break
         self.counts["tokens", "unknown" if prefix is None else "known"] += 1
+        if prefix is not None:
+            prompt_tokens = len(prefix.token_ids)
+        else:
+            prompt_tokens = body.estimated_tokens if path not in _WITHOUT_PREFILL else 1
         return RouteQuestion(
             request_id=str(next(self._numbers)),
-            prompt_tokens=body.estimated_tokens if prefix is None else len(prefix.token_ids),
+            prompt_tokens=prompt_tokens,
             prefix=prefix,
             session_id=headers.get(SESSION_HEADER) or body.user,
-            policy=headers.get(POLICY_HEADER),
+            policy=policy_name(POLICY_HEADER, policy) if policy is not None else None,
         )
 
     async def forward(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
@@ -95,8 +106,11 @@ class Forwarder:
 
         Raises:
             Refusal: No instance can take it.
+            ConfigError: It names a policy that does not exist.
+            TimeoutError: The client does not send its body.
         """
-        raw = await request.read()
+        async with asyncio.timeout(self._limits.body_timeout_seconds):
+            raw = await request.read()
         began = time.monotonic()
         deadline = began + self._limits.request_timeout_seconds
         self.under_way += 1

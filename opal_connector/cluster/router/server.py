@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from opal_connector.cluster.router.access import Keys
 from opal_connector.cluster.router.admin import Admin, Handler
 from opal_connector.cluster.router.admission import Refusal
-from opal_connector.cluster.router.config import RouterConfig, check_policy
+from opal_connector.cluster.router.config import RouterConfig
 from opal_connector.cluster.router.core import RouterCore, is_taking
 from opal_connector.cluster.router.health import ask
 from opal_connector.cluster.router.instances import Instance
@@ -25,7 +25,6 @@ from opal_connector.cluster.router.metrics import exposition
 from opal_connector.cluster.router.upstream import UpstreamBroken
 from opal_connector.cluster.router.wire import (
     ADMIN_KEY_HEADER,
-    POLICY_HEADER,
     error_answer,
     json_answer,
 )
@@ -102,6 +101,8 @@ class RouterServer:
         await self._site.start()
         self.port = self._runner.addresses[0][1]
         logger.info("listening at %s", self.url)
+        if not self.config.is_loopback and not self._keys.guards_data:
+            logger.warning("whoever reaches %s can use it: no api_key_env is set", self.url)
 
     async def drain(self) -> bool:
         """Take no new requests and wait for those that are under way; whether all of them ended."""
@@ -158,8 +159,13 @@ class RouterServer:
         except web.HTTPRequestEntityTooLarge:
             answer = error_answer(413, f"a body may have {self._max_body_bytes} bytes")
             answer.force_close()
+        except TimeoutError:
+            answer = error_answer(408, "the body does not come")
+            answer.force_close()
         except (web.RequestPayloadError, ConnectionResetError):
             answer = error_answer(400, "the body cannot be read")
+            answer.force_close()
+        if self.core.admission.is_draining and not answer.prepared:
             answer.force_close()
         if handler is not None:
             self.core.forwarder.counts["answer", str(answer.status)] += 1
@@ -183,10 +189,7 @@ class RouterServer:
     async def _forward(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
         if not self._keys.allows_data(request):
             return error_answer(401, "the key is missing or wrong")
-        policy = request.headers.get(POLICY_HEADER)
         try:
-            if policy is not None:
-                check_policy(POLICY_HEADER, policy)
             if request.headers.get("Expect", "").lower() == "100-continue":
                 await _go_on(request)
             return await self.core.forwarder.forward(request, path)

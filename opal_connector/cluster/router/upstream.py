@@ -53,12 +53,12 @@ class UpstreamConnection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._error: UpstreamBroken | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._parser = httptools.HttpResponseParser(self)
         self.is_used_before = False
         self.idle_since = 0.0
         self._start()
 
     def _start(self) -> None:
-        self._parser = httptools.HttpResponseParser(self)
         self._chunks: deque[bytes] = deque()
         self._buffered = 0
         self._head_bytes = 0
@@ -84,6 +84,11 @@ class UpstreamConnection(asyncio.Protocol):
     def has_answered(self) -> bool:
         """Whether anything of an answer has come."""
         return self._has_head
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the whole answer has come."""
+        return self._has_ended
 
     @property
     def is_stale(self) -> bool:

@@ -71,16 +71,11 @@ def passed_on(
     headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]
 ) -> Iterable[tuple[bytes, bytes]]:
     """The headers that are not dropped, and that `Connection` does not name either."""
-    headers = list(headers)
-    named = frozenset(
-        token.strip().lower()
-        for name, value in headers
-        if name.lower() == b"connection"
-        for token in value.split(b",")
-    )
-    if named - dropped - {b"close"}:
-        dropped |= named
-    return [pair for pair in headers if pair[0].lower() not in dropped]
+    lowered = [(name.lower(), name, value) for name, value in headers]
+    for lower, _, value in lowered:
+        if lower == b"connection":
+            dropped |= {token.strip().lower() for token in value.split(b",")}
+    return [(name, value) for lower, name, value in lowered if lower not in dropped]
 
 
 def error_answer(

@@ -2,6 +2,7 @@
 
 import asyncio
 import datetime
+import gzip
 import ipaddress
 import json
 import logging
@@ -174,5 +175,33 @@ def test_a_client_that_sends_no_whole_body_leaves_nothing_behind() -> None:
                 await writer.wait_closed()
             assert (await made.ask(PROMPT))[0] == 200
             made.assert_nothing_is_counted()
+
+    run(body())
+
+
+def test_a_body_that_never_comes_is_not_waited_for() -> None:
+    async def body() -> None:
+        async with world(FakeEngine("one"), limits={"body_timeout_seconds": 0.1}) as made:
+            reader, writer = await asyncio.open_connection("127.0.0.1", made.server.port)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
+            assert b"408" in await reader.readline()
+            writer.close()
+            made.assert_nothing_is_counted()
+
+    run(body())
+
+
+def test_a_compressed_body_is_passed_on_compressed() -> None:
+    async def body() -> None:
+        one = FakeEngine("one")
+        one.is_judge = True
+        async with world(one) as made:
+            raw = gzip.compress(b'{"prompt": [1, 2, 3]}')
+            headers = {"Content-Encoding": "gzip"}
+            async with made.post(raw, headers=headers) as answer:
+                assert answer.status == 400
+            got = {name.lower(): value for name, value in one.seen[-1][1]}
+            assert got[b"content-encoding"] == b"gzip"
+            assert int(got[b"content-length"]) == len(raw)
 
     run(body())
