@@ -30,6 +30,8 @@ def plain_failures(extra: str = "models") -> Iterator[None]:
     """
     try:
         yield
+    except BrokenPipeError:
+        raise  # nobody reads the output any more, and click ends quietly
     except OSError as error:
         place = f" ({error.filename})" if error.filename else ""
         reason = error.strerror or str(error)

@@ -11,6 +11,7 @@ import zmq.asyncio
 
 from opal_connector.events.channel import (
     FORMAT_VERSION,
+    MAX_PAYLOAD_BYTES,
     AskContents,
     AskDescription,
     AskDigests,
@@ -53,6 +54,8 @@ class InstanceClient:
         self.endpoint = endpoint
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.linger = 0
+        self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
         self._socket.connect(endpoint)
         self._last_id = 0
 

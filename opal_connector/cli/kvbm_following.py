@@ -36,7 +36,8 @@ class Following:
         try:
             self._feed.add(source)
         except ValueError as error:
-            raise CommandError(f"{str(error).capitalize()}.") from error
+            text = str(error)
+            raise CommandError(f"{text[:1].upper()}{text[1:]}.") from error
 
     async def close(self) -> None:
         """Follow nothing any more."""

@@ -27,7 +27,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, empty:
 
 def output_console() -> Console:
     """Standard output; where it is no terminal, nothing wraps what a script may read."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)  # names may have brackets
     if not console.is_terminal:
         console.width = 240
     return console

@@ -1,6 +1,7 @@
 """Where an engine publishes its KV events, as its HTTP server says."""
 
 import urllib.request
+from http.client import HTTPException
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -48,9 +49,13 @@ def discover(
     Raises:
         DiscoveryError: It is not reached, answers something else, or publishes nothing.
     """
-    url = urlsplit(http_base_url)
+    mistake = f"{http_base_url!r} is no URL such as 'http://127.0.0.1:8000'"
+    try:
+        url = urlsplit(http_base_url)
+    except ValueError as error:
+        raise DiscoveryError(mistake) from error
     if url.scheme not in ("http", "https") or not url.hostname:
-        raise DiscoveryError(f"{http_base_url!r} is no URL such as 'http://127.0.0.1:8000'")
+        raise DiscoveryError(mistake)
     host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
     name = worker or url.netloc.rpartition("@")[2]
     sources = []
@@ -80,7 +85,7 @@ def _ranks(url: str, timeout_seconds: float) -> dict[int, _EventsConfig]:
     try:
         with urllib.request.urlopen(url, timeout=timeout_seconds) as response:
             body = response.read(_MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         raise DiscoveryError(f"{url} does not answer: {error}") from error
     try:
         raw: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
