@@ -99,8 +99,10 @@ class Admission:
 
     def wake(self) -> None:
         """There may be room, or nobody left to wait for."""
+        without_room: set[tuple[str | None, tuple[str, ...]]] = set()
         for ticket, waiter in list(self._waiting.items()):
-            if waiter.turn.done():
+            wanted = waiter.model, tuple(waiter.without)
+            if waiter.turn.done() or wanted in without_room:
                 continue
             try:
                 placement = self._place_now(waiter.question, waiter.model, waiter.without)
@@ -108,6 +110,7 @@ class Admission:
                 waiter.turn.set_exception(refusal)
             else:
                 if placement is None:
+                    without_room.add(wanted)
                     continue
                 waiter.turn.set_result(placement)
             del self._waiting[ticket]

@@ -173,5 +173,6 @@ class HealthWatch:
         config = self._config
         while True:
             await self.check(instance)
+            self._fleet.on_change()  # a breaker may have begun to let requests try
             spread = config.interval_seconds * config.jitter
             await asyncio.sleep(config.interval_seconds + self._random.uniform(-spread, spread))

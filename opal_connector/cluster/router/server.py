@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 from aiohttp import HttpVersion10, web
+from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from opal_connector.cluster.router.access import Keys
@@ -29,6 +30,7 @@ from opal_connector.cluster.router.wire import (
     json_answer,
 )
 from opal_connector.config import ConfigError, parse_size_bytes
+from opal_connector.reports import RateLimitedWarnings
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ class RouterServer:
             handler_cancellation=True,
             auto_decompress=False,
             access_log=None,
+            logger=_ServerLog(),
             max_line_size=header_bytes,
             max_field_size=header_bytes,
         )
@@ -239,6 +242,29 @@ class RouterServer:
         return [
             model for model in data if isinstance(model, dict) and isinstance(model.get("id"), str)
         ]
+
+
+class _ServerLog:
+    """What the HTTP server has to say, without what clients sent.
+
+    It quotes what it cannot read, and that may be a key.
+    """
+
+    def __init__(self) -> None:
+        self._warnings = RateLimitedWarnings(logger)
+
+    def debug(self, *_: Any, **__: Any) -> None:
+        """Nothing that anybody needs."""
+
+    def exception(self, _text: str, *_: Any, exc_info: Any = None) -> None:
+        """A request that is no HTTP, or a fault of the router's own."""
+        kind = type(exc_info).__name__
+        if isinstance(exc_info, HttpProcessingError):
+            self._warnings.warn(f"http {kind}", "a client sent what is no HTTP (%s)", kind)
+        else:
+            logger.error("a request could not be answered", exc_info=exc_info)
+
+    error = warning = exception
 
 
 async def _go_on(request: web.BaseRequest) -> None:

@@ -188,7 +188,7 @@ class UpstreamConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Bytes came."""
         if self._has_ended:  # more than was asked for
-            self._keeps = False
+            self.close()
             return
         if not self._has_head:
             self._head_bytes += len(data)

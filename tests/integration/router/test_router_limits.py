@@ -95,6 +95,15 @@ def test_neither_keys_nor_prompts_are_logged(caplog: pytest.LogCaptureFixture) -
                 for raw in (b'{"prompt": "my private words"}', b"{my private words"):
                     async with made.post(raw, headers=headers) as answer:
                         await answer.read()
+            for line in (
+                b"Authorization: Bearer data-secret\x00\r\n",
+                b"Authorization: " + b"data-secret " * 10_000 + b"\r\n",
+                b"Authorization data-secret\r\n",
+            ):
+                reader, writer = await asyncio.open_connection("127.0.0.1", made.server.port)
+                writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n" + line + b"\r\n")
+                assert b"400" in await reader.readline()
+                writer.close()
             await one.stop_listening()
             await two.stop_listening()
             async with made.post(b'{"prompt": "my private words"}', headers=headers) as answer:
@@ -107,6 +116,7 @@ def test_neither_keys_nor_prompts_are_logged(caplog: pytest.LogCaptureFixture) -
         run(body())
     said = "\n".join(record.getMessage() for record in caplog.records)
     assert "failed a request" in said
+    assert "no HTTP" in said
     assert "secret" not in said
     assert "private" not in said
 
