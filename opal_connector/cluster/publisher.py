@@ -173,11 +173,7 @@ class Publisher:
         )
         due = next_beat = time.monotonic()
         while not self._is_closing.is_set():
-            busy = bool(self._answers)
-            wait_seconds = (
-                0.0 if busy else min(_WAIT_SECONDS, min(due, next_beat) - time.monotonic())
-            )
-            if sockets.wait(wait_seconds):
+            if sockets.wait(self._idle_seconds(due, next_beat)):
                 self._take_questions(sockets, answers)
             now = time.monotonic()
             if now >= due:
@@ -188,6 +184,14 @@ class Publisher:
                 self._beat(sockets, stream, answers)
             self._go_on(sockets)
         self._turn(sockets, stream)
+
+    def _idle_seconds(self, due: float, next_beat: float) -> float:
+        """How long there is nothing to do besides questions."""
+        if self._is_whole:
+            if self._answers:
+                return 0.0
+            due = min(due, next_beat)
+        return min(_WAIT_SECONDS, due - time.monotonic())
 
     # ---- events ----
 
@@ -236,12 +240,22 @@ class Publisher:
         while taken < _EVENTS_AT_ONCE and self._device_inbox:
             raw = self._device_inbox.popleft()
             taken += 1
-            for event in self._device.translate(raw) if self._device is not None else ():
+            for event in self._translated(raw):
                 taken += 1
                 stream.hear(event)
                 if stream.is_full:
                     self._flush(sockets, stream)
         return taken < _EVENTS_AT_ONCE
+
+    def _translated(self, raw: Any) -> list[KVCEvent]:
+        """Facts about the device. What could not be read may have been a removal."""
+        if self._device is None:
+            return []
+        try:
+            return self._device.translate(raw)
+        except Exception:
+            self._device.forget()
+            raise
 
     def _flush(self, sockets: ChannelSockets, stream: EventStream) -> None:
         payload = stream.flush()
