@@ -5,6 +5,7 @@ tokens, parent and extras, and from these the digest follows that every process 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
 
 import msgspec
 
@@ -13,13 +14,15 @@ from opal_connector.cluster.engine_lineage import EngineHash, Lineage, StoredBlo
 from opal_connector.events import Delete, Insert, ObjectFact
 from opal_connector.keys import LoraIdentity
 
+_MOST_PLACES: Final = 256  # groups times tiers
+
 
 class ChainCounters(msgspec.Struct):
     """What could not be translated as it came."""
 
     repeats: int = 0  # announced again, and counted once
     unknown_removals: int = 0
-    untranslatable: int = 0  # events without blocks, or with blocks of another size
+    untranslatable: int = 0  # without blocks, of another size, of too many tiers
     refused_blocks: int = 0  # beyond the bound
 
 
@@ -178,7 +181,7 @@ class EngineChain:
     # ---- inside ----
 
     def _presence(self, event: StoredBlocks) -> _Presence | None:
-        """Where the event belongs; None if the size of its blocks is not that of its group."""
+        """Where the event belongs; None if its blocks are not of the group's size, or too much."""
         size = event.block_size if event.token_ids else self._sizes.get(event.group, 0)
         if not size and len(self._lineages) == 1:
             size = next(iter(self._lineages))  # a placeholder without tokens names known blocks
@@ -190,6 +193,8 @@ class EngineChain:
         key = (event.group, event.tier)
         presence = self._presences.get(key)
         if presence is None:
+            if len(self._presences) >= _MOST_PLACES:
+                return None
             presence = self._presences[key] = _Presence(*key, lineage)
         return presence
 

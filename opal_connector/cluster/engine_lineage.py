@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from opal_connector.events.channel import MAX_PAYLOAD_BYTES
 from opal_connector.keys import (
     CHAIN_ROOT,
     LoraIdentity,
@@ -49,12 +50,7 @@ class _Parked(msgspec.Struct, frozen=True, gc=False):
 
     event: StoredBlocks
     waiting_for: EngineHash | _Adapter
-
-    @property
-    def size_bytes(self) -> int:
-        """About what it takes."""
-        event = self.event
-        return 8 * len(event.token_ids) + _BLOCK_OVERHEAD_BYTES * len(event.block_hashes)
+    size_bytes: int
 
 
 class Lineage:
@@ -167,7 +163,7 @@ class Lineage:
     def _park(self, event: StoredBlocks, waiting_for: EngineHash | _Adapter) -> None:
         key = self._next_key
         self._next_key += 1
-        parked = _Parked(event, waiting_for)
+        parked = _Parked(event, waiting_for, _size_bytes(event))
         self._parked[key] = parked
         self._parked_bytes += parked.size_bytes
         self._waiting.setdefault(waiting_for, []).append(key)
@@ -211,6 +207,18 @@ class Lineage:
                 self._drop(key)
                 linked += self._name(parked.event, adapters)
         return linked
+
+
+def _size_bytes(event: StoredBlocks) -> int:
+    """About what an event takes; what should be tokens and keys may be anything."""
+    size = 8 * len(event.token_ids) + _BLOCK_OVERHEAD_BYTES * len(event.block_hashes)
+    others: list[Any] = [event.extra_keys, event.lora_name]
+    if not set(map(type, event.token_ids)) <= {int}:
+        others.append(event.token_ids)
+    try:
+        return size + sum(len(repr(other)) for other in others if other is not None)
+    except RecursionError:
+        return size + MAX_PAYLOAD_BYTES
 
 
 def _extras(event: StoredBlocks, index: int, block_tokens: int, lora: LoraIdentity | None) -> bytes:

@@ -59,6 +59,8 @@ class EngineRank:
         self._metrics = metrics
         self._model = model
         self._block_tokens = block_tokens
+        self._is_size_old = False  # learned from a process that may be no more
+        self._is_size_given = block_tokens is not None
         self._kinds: dict[int, str] = {}
         self._incarnation = 0
         self._is_live = True
@@ -96,6 +98,7 @@ class EngineRank:
         """Forget all that it said; whether there was anything."""
         self.chain = EngineChain()
         self._incarnation += 1
+        self._is_size_old = not self._is_size_given
         if not self._is_joined:
             return False
         had_any = any(digest.block_count for digest in self._index.digests(self.worker_id))
@@ -120,8 +123,10 @@ class EngineRank:
         if not size or size < 0:
             self._metrics.untranslated += 1
             return False
-        if self._block_tokens is None:
+        if self._block_tokens is None or (self._is_size_old and size != self._block_tokens):
             self._block_tokens = size
+            self._kinds.clear()
+        self._is_size_old = False
         if size != self._block_tokens:
             self._metrics.other_block_sizes += 1
             return False
