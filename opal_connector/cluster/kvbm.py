@@ -213,12 +213,13 @@ class KVBM:
         matches: dict[str, WorkerMatch] = {}
         for prefix in prefixes:
             places = prefix.places
-            found: dict[str, WorkerMatch] | None = None
-            for group in places.scored_groups():
-                mask = prefix.workers & places.live_mask
-                of_group = worker_matches(places, places.index(group), prefix.hashes, mask)
-                found = of_group if found is None else merged(found, of_group)
-            matches |= found or {}
+            for groups, having in places.scored_groups():
+                mask = prefix.workers & places.live_mask & having
+                found: dict[str, WorkerMatch] | None = None
+                for group in groups:
+                    of_group = worker_matches(places, places.index(group), prefix.hashes, mask)
+                    found = of_group if found is None else merged(found, of_group)
+                matches |= found or {}
         return matches
 
     @staticmethod
@@ -226,14 +227,18 @@ class KVBM:
         places: ModelPlaces, hashes: Sequence[bytes], workers: int = -1
     ) -> dict[str, int]:
         """Per live worker the blocks of a chain that it could serve, in all kv groups."""
-        found: dict[str, int] | None = None
-        for group in places.scored_groups():
-            mask = workers & places.live_mask
-            blocks = places.index(group).depths(hashes, mask, places.names)
-            if found is not None:
-                blocks = {name: min(found[name], blocks[name]) for name in found.keys() & blocks}
-            found = blocks
-        return found or {}
+        matched: dict[str, int] = {}
+        for groups, having in places.scored_groups():
+            mask = workers & places.live_mask & having
+            found: dict[str, int] | None = None
+            for group in groups:
+                blocks = places.index(group).depths(hashes, mask, places.names)
+                if found is not None:
+                    both = found.keys() & blocks
+                    blocks = {name: min(found[name], blocks[name]) for name in both}
+                found = blocks
+            matched.update(found or {})
+        return matched
 
     def models(self) -> Sequence[ModelPlaces]:
         """The models that are served, with their indexes."""

@@ -32,6 +32,7 @@ class ModelPlaces:
         self._columns: dict[tuple[str, str], int] = {(DEVICE_TIER, ""): DEVICE_COLUMN}
         self._undescribed: dict[str, dict[str, TierDescription]] = {}
         self._orders: list[tuple[tuple[TierColumn, ...], int]] | None = None
+        self._scored: list[tuple[tuple[int, ...], int]] | None = None
 
     # ---- workers ----
 
@@ -115,16 +116,19 @@ class ModelPlaces:
             self._mount()
         return index
 
-    def scored_groups(self) -> list[int]:
-        """The groups whose blocks must be there from the start, as any worker describes them."""
-        return sorted(
-            {
-                group.group
-                for description in self._descriptions.values()
-                for group in description.groups
-                if group.kind in _SCORED_KINDS
-            }
-        )
+    def scored_groups(self) -> list[tuple[tuple[int, ...], int]]:
+        """The groups whose blocks must be there from the start, and the workers that have these.
+
+        A worker answers for the groups that it describes, and not for those of others.
+        """
+        if self._scored is None:
+            scored: dict[tuple[int, ...], int] = {}
+            for worker_id, description in self._descriptions.items():
+                kinds = {group.group: group.kind for group in description.groups}
+                groups = tuple(sorted(group for group in kinds if kinds[group] in _SCORED_KINDS))
+                scored[groups] = scored.get(groups, 0) | self.names.bits[worker_id]
+            self._scored = list(scored.items())
+        return self._scored
 
     def adapters(self, lora_name: str | None) -> Mapping[LoraIdentity | None, int]:
         """Which weights an adapter's name means, and at which workers.
@@ -141,7 +145,7 @@ class ModelPlaces:
         return meant
 
     def _mount(self) -> None:
-        self._orders = None
+        self._orders = self._scored = None
         mounts: dict[int, int] = {}
         for worker_id, description in self._descriptions.items():
             for tier in _shared(description.tiers):

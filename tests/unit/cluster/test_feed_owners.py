@@ -97,7 +97,6 @@ def test_descriptors_do_not_leak_when_sources_come_and_go() -> None:
                 feed.add(source_of(publisher))
                 await eventually(lambda: feed.statuses()[0].is_settled)
                 feed.remove(source_of(publisher).name)
-                await asyncio.sleep(0)
                 counts.append(len(os.listdir(Path("/proc/self/fd"))))
             await eventually(
                 lambda: len(os.listdir(Path("/proc/self/fd"))) <= counts[1], "descriptors to close"

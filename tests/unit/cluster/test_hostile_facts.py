@@ -5,8 +5,13 @@ import random
 import pytest
 
 from opal_connector.cluster.kvbm import KVBM
+from opal_connector.cluster.request import PrefixRequest
 from opal_connector.events import Delete, Insert, KVCEvent, Move, ObjectFact
-from opal_connector.events.channel import InstanceDescription, TierDescription
+from opal_connector.events.channel import (
+    GroupDescription,
+    InstanceDescription,
+    TierDescription,
+)
 from opal_connector.events.digests import BucketDigests
 from opal_connector.keys import CHAIN_ROOT
 
@@ -43,6 +48,27 @@ def test_removal_of_a_part_of_a_hash_does_not_spoil_the_fingerprints(length: int
     (digest,) = kvbm.digests("a")
     assert digest.block_count == 1
     assert kvbm.workers["a"].malformed_events == 1
+
+
+def test_groups_that_one_worker_describes_cost_the_others_nothing() -> None:
+    """One that names a group which nobody else has would end every match of its model."""
+    kvbm = joined("a", "b")
+    kvbm.join(
+        InstanceDescription(
+            instance_id="odd",
+            incarnation=1,
+            model="m",
+            block_tokens=2,
+            groups=tuple(GroupDescription(number, "full_attention") for number in range(64)),
+        )
+    )
+    request = PrefixRequest(token_ids=[1, 2])
+    run = kvbm.hashed(request)[0].hashes[0]
+    for worker in ("a", "odd"):
+        kvbm.process_kvc_events(worker, [Insert(ObjectFact(0, CHAIN_ROOT, run), TIER)])
+
+    assert kvbm.scorer(request) == {"a": 1.0}
+    assert list(kvbm.match(request)) == ["a"]
 
 
 @pytest.mark.parametrize("seed", range(12))
