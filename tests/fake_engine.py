@@ -84,6 +84,9 @@ class _Source:
     def list_facts(self, group: int, tier: str) -> Iterator[ObjectFact]:
         return iter(list(self._engine.on_disk))
 
+    def pass_lock(self) -> None:
+        """One thread changes it, and says so at once."""
+
 
 class FakeEngine:
     """One instance. Everything but the publisher happens in the test's own event loop.

@@ -32,6 +32,7 @@ from opal_connector.cli.kvbm_output import (
 from opal_connector.cli.kvbm_prompt import read_tokens
 from opal_connector.cli.kvbm_sources import SourceOptions, read_sources, source_options
 from opal_connector.cli.kvbm_verify import await_quiet, verify
+from opal_connector.cli.numbers import NonNegative
 from opal_connector.cli.tiers_output import output_console, print_json
 from opal_connector.cluster.request import PrefixRequest
 
@@ -43,7 +44,7 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _wait = click.option(
     "--wait",
     "wait_seconds",
-    type=click.FloatRange(0),
+    type=NonNegative(),
     default=10.0,
     show_default=True,
     help="Seconds that all sources may take to be known.",
@@ -152,11 +153,11 @@ def match(
 @kvbm.command("verify", short_help="Compare what events told with what instances hold.")
 @source_options
 @_as_json
-@click.option("--seconds", type=click.FloatRange(0), help="Follow so long first.  [till Ctrl-C]")
+@click.option("--seconds", type=NonNegative(), help="Follow so long first.  [till Ctrl-C]")
 @click.option(
     "--settle",
     "settle_seconds",
-    type=click.FloatRange(0),
+    type=NonNegative(),
     default=30.0,
     show_default=True,
     help="Seconds that the sources may then take to come to rest.",

@@ -7,6 +7,7 @@ import click
 import msgspec
 
 from opal_connector.cli.errors import CommandError, CommandFailure, plain_failures
+from opal_connector.cli.numbers import NonNegative
 from opal_connector.cli.progress import ConsoleReporter
 from opal_connector.cli.replay_options import (
     fixed_tiers,
@@ -50,12 +51,12 @@ _file = click.Path(dir_okay=False, path_type=Path)
     help="Eviction policies to compare, in every tier without its own; Belady is the bound.",
 )
 @click.option("--tokens-per-id", type=click.IntRange(1), help="Of a hash id.  [default: what fits]")
-@click.option("--multiplier-to-sec", type=click.FloatRange(0), default=0.001, show_default=True)
+@click.option("--multiplier-to-sec", type=NonNegative(), default=0.001, show_default=True)
 @click.option("--bytes-per-token", default="128KiB", show_default=True, help="Of KV, on one rank.")
 @click.option("--chunk-size", type=click.IntRange(1), help="Tokens a chunk.  [default: one id]")
 @click.option("--device-blocks", type=click.IntRange(0), default=0, help="vLLM's own prefix cache.")
-@click.option("--prefill-tokens-per-s", type=click.FloatRange(0), default=0.0)
-@click.option("--decode-tokens-per-s", type=click.FloatRange(0), default=0.0)
+@click.option("--prefill-tokens-per-s", type=NonNegative(), default=0.0)
+@click.option("--decode-tokens-per-s", type=NonNegative(), default=0.0)
 @click.option("--sequential", is_flag=True, help="One request after the other, no timestamps.")
 @click.option("--limit", type=click.IntRange(1), help="Only so many requests.")
 @click.option("--json", "json_file", type=_file, help="Write everything to this file.")

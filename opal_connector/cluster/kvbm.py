@@ -204,7 +204,10 @@ class KVBM:
         for places in self._book.asked(request.model):
             for lora, workers in places.adapters(request.lora_name).items():
                 chain = TokenChain(request.identity(lora), places.block_tokens)
-                chain.extend(request.token_ids)
+                try:
+                    chain.extend(request.token_ids)
+                except OverflowError:  # a number that no engine takes for a token
+                    continue
                 prefixes.append(HashedPrefix(places, chain.hashes, workers))
         return prefixes
 

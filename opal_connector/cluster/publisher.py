@@ -272,6 +272,7 @@ class Publisher:
         stream.restart(max(time.time_ns(), stream.incarnation + 1))
         for group, tier in self._source.places:
             stream.refill(group, tier, self._source.list_facts(group, tier))
+        self._source.pass_lock()  # a change that the listings show may not have been said yet
         self._settle_after = len(self._inbox)
         if self._device is not None:
             for group in self._device.groups:

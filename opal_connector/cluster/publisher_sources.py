@@ -42,6 +42,9 @@ class InstanceSource(Protocol):
         No event that was handed over before the call is missing from it.
         """
 
+    def pass_lock(self) -> None:
+        """Return when all that the books have shown so far has been handed over as events."""
+
 
 class DeviceSource(Protocol):
     """Translates what the engine says about its own blocks, and knows what it has there."""

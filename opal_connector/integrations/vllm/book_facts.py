@@ -25,10 +25,12 @@ class BookFacts:
 
     def list_facts(self, group: int, tier: str) -> Iterator[ObjectFact]:
         """The readable objects of a group in a tier."""
-        # Whoever changes the books now says so before he has finished. To pass his lock is to wait
-        # for that: what was announced before is in the books, and nobody waits for this thread.
-        self._manager.is_held(b"")
+        self.pass_lock()  # what was announced before is in the books then
         return _facts(list(self._tiers[tier].index.records.values()), group)
+
+    def pass_lock(self) -> None:
+        """Wait for whoever changes the books now; he says what he did before he has finished."""
+        self._manager.is_held(b"")
 
 
 def _facts(records: Sequence[ObjectRecord], group: int) -> Iterator[ObjectFact]:

@@ -295,3 +295,12 @@ def test_verify_says_what_it_could_not_compare(monkeypatch: pytest.MonkeyPatch) 
     assert (report["ok"], report["not_compared"]) == (False, 2)
     assert reasons[NOBODY] == f"{NOBODY} did not answer within 0.2 s"
     assert reasons["plain"] == "a plain vLLM engine cannot be asked what it holds"
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-1"])
+@pytest.mark.parametrize("option", ["--seconds", "--settle"])
+def test_waiting_times_are_numbers(option: str, number: str) -> None:
+    result = run("verify", "--instance", NOBODY, option, number)
+
+    assert result.exit_code == 2
+    assert option in result.output

@@ -235,6 +235,13 @@ def test_a_worker_that_is_not_live_is_followed_and_not_scored() -> None:
     assert kvbm.scorer(PrefixRequest(token_ids=TOKENS)) == {"a": 1.0}
 
 
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_a_number_that_is_no_token_matches_nothing(token: int) -> None:
+    kvbm = kvbm_of("a")
+    assert kvbm.match(PrefixRequest(token_ids=[token] * BLOCK)) == {}
+    assert kvbm.scorer(PrefixRequest(token_ids=[token] * BLOCK)) == {}
+
+
 def test_models_are_kept_apart_and_can_be_asked_for_by_name() -> None:
     kvbm = kvbm_of("a")
     kvbm.join(describe("b", model="n"))

@@ -29,7 +29,7 @@ from tier_world import World
 
 from opal_connector.cluster.publisher import ChannelSettings, Publisher
 from opal_connector.config import Endpoint
-from opal_connector.events import Insert, ObjectFact
+from opal_connector.events import Insert, KVCEvent, ObjectFact
 from opal_connector.events.channel import (
     FORMAT_VERSION,
     AskContents,
@@ -353,3 +353,56 @@ def test_the_channel_waits_for_a_description_that_is_not_final_yet(
         assert blocks_in(listener.contents(TIER)) == books_blocks(manager)[0, TIER]
         assert [type(batch) for batch in listener.replay(0)] == [Batch]
         assert decode_published(encode_message(listener.beats[-1])) == listener.beats[-1]
+
+
+class _ChangeInProgress(_Stalled):
+    """Its listing shows a change that is not said yet; who passes the lock has waited for that."""
+
+    books: OpalKVCacheManager
+    unsaid: list[KVCEvent]
+    has_changed = False
+    is_listed = False
+
+    def list_facts(self, group: int, tier: str) -> Iterator[ObjectFact]:
+        if not self.has_changed:
+            self.has_changed = True
+            log = self.books.storage.log
+            said, log.listener = log.listener, self.unsaid.append
+            store(self.books, [9_000, 9_001])
+            log.listener = said
+        facts = list(super().list_facts(group, tier))
+        self.is_listed = True
+        return iter(facts)
+
+    def pass_lock(self) -> None:
+        if self.is_listed:
+            self.say()
+
+    def say(self) -> None:
+        while self.unsaid and self.books.storage.log.listener is not None:
+            self.books.storage.log.listener(self.unsaid.pop(0))
+
+    def system(self) -> SystemEvent:
+        self.say()
+        return super().system()
+
+
+def test_a_change_that_a_listing_shows_before_it_is_said_is_counted_once(
+    channels: list[Publisher],
+) -> None:
+    """Else the fingerprint of the new incarnation would be wrong for ever."""
+    manager = make_manager(rows=900)
+    source = _ChangeInProgress(manager)
+    source.books, source.unsaid = manager, []
+    channels.append(open_channel(manager, source=source, inbox_events=400))
+    with Listener(channels[0]) as listener:
+        source.stall()
+        for number in range(400):
+            store(manager, [number * 10, number * 10 + 1])
+        first = listener.beats[0].incarnation
+        source.go_on.set()
+        wait_until(lambda: listener.beats[-1].incarnation > first, "another incarnation")
+        settled = len(listener.beats) + 3
+        wait_until(lambda: len(listener.beats) >= settled, "some heartbeats")
+
+        assert listener.beats[-1].digests[0].buckets == _buckets(books_blocks(manager)[0, TIER])
