@@ -103,8 +103,13 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class TokensConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the tokens of a prompt become known: `engine` asks an instance's `/tokenize`."""
+    """How the tokens of a prompt become known.
 
+    `tokenizers` maps a served model's name to a directory with its tokenizer, for prompts that are
+    tokenized here; `engine` asks an instance's `/tokenize` for all others.
+    """
+
+    tokenizers: dict[str, str] = {}
     engine: bool = True
     timeout_seconds: float = 1.0
     cached_prompts: int = 1_024

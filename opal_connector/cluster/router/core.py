@@ -14,6 +14,7 @@ from opal_connector.cluster.router.decide import Router
 from opal_connector.cluster.router.forwarding import Forwarder
 from opal_connector.cluster.router.health import HealthWatch, ask
 from opal_connector.cluster.router.instances import Fleet, Instance
+from opal_connector.cluster.router.local_tokens import LocalTokens, load_tokenizers
 from opal_connector.cluster.router.prompt_tokens import BodyTokens, EngineTokens, PromptTokens
 from opal_connector.cluster.router.sources import ClusterIndex, EventSources
 from opal_connector.cluster.router.upstream import UpstreamBroken
@@ -47,8 +48,11 @@ class RouterCore:
         self.audit = Audit(config.audit, self.sources.resync)
         self.engine_tokens = EngineTokens(config.tokens, self._names_of, self._tokenize)
         tokens: list[PromptTokens] = [BodyTokens(self._names_of)]
-        if config.tokens.engine:
-            tokens.append(self.engine_tokens)
+        engine = self.engine_tokens if config.tokens.engine else None
+        self.local_tokens = LocalTokens(load_tokenizers(config.tokens), self._names_of, engine)
+        tokens.append(self.local_tokens)
+        if engine is not None:
+            tokens.append(engine)
         self.forwarder = Forwarder(
             self.router,
             self.fleet,
@@ -69,6 +73,7 @@ class RouterCore:
 
     async def close(self) -> None:
         """Let everything go."""
+        self.local_tokens.close()
         await self.health.close()
         await self.sources.close()
         for instance in self.fleet:

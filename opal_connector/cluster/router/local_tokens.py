@@ -3,66 +3,71 @@
 import asyncio
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
 from opal_connector.cluster.request import PrefixRequest
+from opal_connector.cluster.router.bodies import RequestBody
+from opal_connector.cluster.router.config import TokensConfig
+from opal_connector.cluster.router.prompt_tokens import (
+    CHAT,
+    COMPLETIONS,
+    NamesOf,
+    PromptTokens,
+    prefix_request,
+)
 from opal_connector.cluster.router.segments_cache import SegmentedTokenizer
+from opal_connector.config import ConfigError
 from opal_connector.reports import RateLimitedWarnings
 
 logger = logging.getLogger(__name__)
 warnings = RateLimitedWarnings(logger)
 
 _AT_ONCE_CHARACTERS: Final = 4_096  # more is tokenized in a thread, so that others are not held up
+_COMPARED_PROMPTS: Final = 8
 _TEXT_PARTS: Final = frozenset({"text", "input_text"})
 
 
-class LocalTokens:
-    """Tokens of completions and chats, by the served model's own tokenizer and chat template.
+class LocalTokenizer:
+    """Tokens of completions and chats, by a model's own tokenizer and chat template.
 
-    What it does not know how to render as the engine does (images, tools of an unknown form, a
-    template that fails) has no tokens here: None. Texts are tokenized in one thread when they are
-    long. Mutable state: the tokenizer's cache, used by one thread at a time, which the single
-    thread of the pool and the lock of the event loop's task guard.
+    What it does not know how to render as the engine does (images, a template that fails) has no
+    tokens here. Texts are tokenized in one thread when they are long. Mutable state: the
+    tokenizer's cache, used by one thread at a time, which `_lock` sees to.
 
     Args:
         directory: The model's directory, with tokenizer files.
-        adapters: Model names that stand for an adapter of the served model.
 
     Raises:
         ImportError: `transformers` is not installed.
         OSError: The directory has no tokenizer.
     """
 
-    def __init__(self, directory: Path, adapters: Sequence[str] = ()) -> None:
+    def __init__(self, directory: Path) -> None:
         # Not at the top: it takes seconds, and only this way of getting tokens needs it.
         from transformers import AutoTokenizer
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(directory))
         self._tokenizer.model_max_length = 1 << 62  # the engine judges lengths
         self._segmented = SegmentedTokenizer(self._tokenizer)
-        self._adapters = frozenset(adapters)
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="opal-tokens")
         self._lock = asyncio.Lock()
 
-    async def tokens(self, path: str, body: Mapping[str, Any]) -> PrefixRequest | None:
-        """What a request's prefix is, None where it cannot be told here."""
+    async def token_ids(self, path: str, fields: Mapping[str, Any]) -> list[int] | None:
+        """The tokens of a request's prompt, None where they cannot be told here."""
         try:
-            if path.endswith("/chat/completions"):
-                text = self._chat_text(body)
-                framed = bool(body.get("add_special_tokens", False))
-            elif path.endswith("/completions"):
-                prompt = _first_prompt(body.get("prompt"))
-                if not isinstance(prompt, str):
-                    return None if prompt is None else self._request(body, prompt)
-                text, framed = prompt, bool(body.get("add_special_tokens", True))
+            if path == CHAT:
+                text = self._chat_text(fields)
+                framed = bool(fields.get("add_special_tokens", False))
+            elif path == COMPLETIONS:
+                text = _only_text(fields.get("prompt"))
+                framed = bool(fields.get("add_special_tokens", True))
             else:
                 return None
-            if text is None:
-                return None
-            return self._request(body, await self._encoded(text, framed=framed))
+            return None if text is None else await self._encoded(text, framed=framed)
         except Exception as error:  # noqa: BLE001 - the engine answers what cannot be rendered here
             warnings.warn("render", "a prompt could not be rendered here: %s", type(error).__name__)
             return None
@@ -80,42 +85,117 @@ class LocalTokens:
                 self._pool, lambda: self._segmented.encode(text, add_special_tokens=framed)
             )
 
-    def _chat_text(self, body: Mapping[str, Any]) -> str | None:
-        messages = _plain_messages(body.get("messages"))
+    def _chat_text(self, fields: Mapping[str, Any]) -> str | None:
+        messages = _plain_messages(fields.get("messages"))
         if messages is None:
             return None
-        template = body.get("chat_template")
-        continues = bool(body.get("continue_final_message", False))
+        template = fields.get("chat_template")
         rendered = self._tokenizer.apply_chat_template(
             messages,
-            tools=body.get("tools") or None,
-            documents=body.get("documents") or None,
+            tools=fields.get("tools") or None,
+            documents=fields.get("documents") or None,
             chat_template=template if isinstance(template, str) else None,
-            add_generation_prompt=bool(body.get("add_generation_prompt", True)),
-            continue_final_message=continues,
+            add_generation_prompt=bool(fields.get("add_generation_prompt", True)),
+            continue_final_message=bool(fields.get("continue_final_message", False)),
             tokenize=False,
-            **_template_arguments(body.get("chat_template_kwargs")),
+            **_template_arguments(fields.get("chat_template_kwargs")),
         )
         return rendered if isinstance(rendered, str) else None
 
-    def _request(self, body: Mapping[str, Any], token_ids: list[int]) -> PrefixRequest:
-        model, salt = body.get("model"), body.get("cache_salt")
-        return PrefixRequest(
-            token_ids=token_ids,
-            lora_name=model if isinstance(model, str) and model in self._adapters else None,
-            cache_salt=salt if isinstance(salt, str) and salt else None,
+
+class LocalTokens:
+    """Prompts by local tokenizers, which are held against the engine before they are believed.
+
+    The first prompts of every model are asked of the engine as well. One difference, and the
+    tokenizer is given up, loudly: what it says would be routed to the wrong place in silence.
+    Mutable state: how many prompts agreed, by model, and who was given up; the loop's thread alone
+    uses it.
+
+    Args:
+        tokenizers: By the name that the model is served by.
+        names_of: Tells a model from an adapter.
+        engine: Whom to compare with; None believes without.
+    """
+
+    def __init__(
+        self,
+        tokenizers: Mapping[str, LocalTokenizer],
+        names_of: NamesOf,
+        engine: PromptTokens | None,
+    ) -> None:
+        self._tokenizers = dict(tokenizers)
+        self._names_of = names_of
+        self._engine = engine
+        self._agreed: Counter[str] = Counter()
+        self.given_up: set[str] = set()
+
+    async def tokens(self, path: str, body: RequestBody) -> PrefixRequest | None:
+        """The prompt as the model's tokenizer splits it, None where that is not known."""
+        model = self._model(body.model)
+        if model is None or body.fields is None or path not in (CHAT, COMPLETIONS):
+            return None
+        ids = await self._tokenizers[model].token_ids(path, json.loads(body.raw))
+        if ids is None:
+            return None
+        request = prefix_request(body, ids, self._names_of)
+        if self._engine is None or self._agreed[model] >= _COMPARED_PROMPTS:
+            return request
+        told = await self._engine.tokens(path, body)
+        if told is None:
+            return request
+        if told.token_ids == ids:
+            self._agreed[model] += 1
+            return request
+        self.given_up.add(model)
+        logger.error(
+            "the tokenizer given for %s does not split prompts as the engine does; "
+            "it is not used any more",
+            model,
         )
+        return told
+
+    def close(self) -> None:
+        """End the tokenizers' threads."""
+        for tokenizer in self._tokenizers.values():
+            tokenizer.close()
+
+    def _model(self, name: str | None) -> str | None:
+        """The model whose tokenizer counts: an adapter has that of its model."""
+        served, _ = self._names_of(name)
+        if served is None and len(self._tokenizers) == 1:
+            served = next(iter(self._tokenizers))
+        if served not in self._tokenizers or served in self.given_up:
+            return None
+        return served
 
 
-def _first_prompt(prompt: Any) -> str | list[int] | None:
-    """The prompt of a completion, the first of several: that one decides where they go."""
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list) and prompt:
-        if all(isinstance(token, int) for token in prompt):
-            return prompt
-        return _first_prompt(prompt[0]) if isinstance(prompt[0], str | list) else None
-    return None
+def load_tokenizers(config: TokensConfig) -> dict[str, LocalTokenizer]:
+    """The tokenizers of a configuration, by model. Blocks for seconds where there are any.
+
+    Raises:
+        ConfigError: One of them cannot be loaded.
+    """
+    loaded: dict[str, LocalTokenizer] = {}
+    for model, directory in config.tokenizers.items():
+        try:
+            loaded[model] = LocalTokenizer(Path(directory).expanduser())
+        except ImportError:
+            raise ConfigError(
+                f"tokens.tokenizers.{model}: needs the package transformers, which is not installed"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"tokens.tokenizers.{model}: found {directory!r}, "
+                f"which has no tokenizer that can be loaded ({type(error).__name__})"
+            ) from None
+    return loaded
+
+
+def _only_text(prompt: Any) -> str | None:
+    """The prompt of a completion, where it is one text."""
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    return prompt if isinstance(prompt, str) else None
 
 
 def _plain_messages(messages: Any) -> list[dict[str, Any]] | None:

@@ -1,6 +1,7 @@
 """Tokens at the router: those of the whole text, remembered by turn, None where it cannot tell."""
 
 import asyncio
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,12 @@ pytest.importorskip("transformers")
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from opal_connector.cluster.router.local_tokens import LocalTokens
+from opal_connector.cluster.request import PrefixRequest
+from opal_connector.cluster.router.bodies import RequestBody, read_body
+from opal_connector.cluster.router.config import TokensConfig
+from opal_connector.cluster.router.local_tokens import LocalTokenizer, LocalTokens, load_tokenizers
 from opal_connector.cluster.router.segments_cache import SegmentedTokenizer
+from opal_connector.config import ConfigError
 
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
@@ -52,14 +57,14 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def local(model_directory: Path) -> Iterator[LocalTokens]:
-    tokens = LocalTokens(model_directory, adapters=("poet",))
-    yield tokens
-    tokens.close()
+def local(model_directory: Path) -> Iterator[LocalTokenizer]:
+    tokenizer = LocalTokenizer(model_directory)
+    yield tokenizer
+    tokenizer.close()
 
 
-def ask(local: LocalTokens, path: str, body: dict[str, Any]) -> Any:
-    return asyncio.run(local.tokens(path, body))
+def ask(local: LocalTokenizer, path: str, body: dict[str, Any]) -> list[int] | None:
+    return asyncio.run(local.token_ids(path, body))
 
 
 def random_text(rng: random.Random) -> str:
@@ -94,19 +99,19 @@ def test_a_tokenizer_whose_special_tokens_do_not_part_texts_is_asked_for_whole_t
     assert segmented.encode(text, add_special_tokens=True) == tokenizer(text).input_ids
 
 
-def test_a_chat_is_rendered_with_the_models_template(local: LocalTokens) -> None:
+def test_a_chat_is_rendered_with_the_models_template(local: LocalTokenizer) -> None:
     tokenizer = make_tokenizer()
     body = {"model": "m", "messages": [{"role": "user", "content": "the fox"}]}
-    request = ask(local, CHAT, body)
+    ids = ask(local, CHAT, body)
     text = "<|start|>user\nthe fox<|end|><|start|>assistant\n"
-    assert request.token_ids == tokenizer(text, add_special_tokens=False).input_ids
+    assert ids == tokenizer(text, add_special_tokens=False).input_ids
     parts = [{"type": "text", "text": "the"}, {"type": "text", "text": "fox"}]
     split = ask(local, CHAT, {"messages": [{"role": "user", "content": parts}]})
     joined = ask(local, CHAT, {"messages": [{"role": "user", "content": "the\nfox"}]})
-    assert split.token_ids == joined.token_ids
+    assert split == joined
 
 
-def test_tools_calls_and_template_arguments_reach_the_template(local: LocalTokens) -> None:
+def test_tools_calls_and_template_arguments_reach_the_template(local: LocalTokenizer) -> None:
     tokenizer = make_tokenizer()
     call = {"function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     body = {
@@ -116,24 +121,69 @@ def test_tools_calls_and_template_arguments_reach_the_template(local: LocalToken
         "chat_template_kwargs": {"tokenize": True, "unused": 1},
     }
     text = "<|start|>assistant\nRome<|end|>1 tools"
-    assert ask(local, CHAT, body).token_ids == tokenizer(text, add_special_tokens=False).input_ids
+    assert ask(local, CHAT, body) == tokenizer(text, add_special_tokens=False).input_ids
 
 
-def test_a_completion_has_the_models_first_token_and_token_ids_are_taken_as_they_are(
-    local: LocalTokens,
-) -> None:
+def test_a_completion_has_the_models_first_token(local: LocalTokenizer) -> None:
     tokenizer = make_tokenizer()
-    whole = ask(local, TEXT, {"prompt": "the fox " * 2_000, "cache_salt": "s"})
-    assert whole.token_ids == tokenizer("the fox " * 2_000).input_ids
-    assert whole.cache_salt == "s"
-    assert ask(local, TEXT, {"prompt": [5, 6, 7]}).token_ids == [5, 6, 7]
-    assert ask(local, TEXT, {"prompt": [[5, 6], [7]]}).token_ids == [5, 6]
-    assert ask(local, TEXT, {"prompt": ["the", "fox"]}).token_ids == tokenizer("the").input_ids
+    long = "the fox " * 2_000
+    assert ask(local, TEXT, {"prompt": long}) == tokenizer(long).input_ids
+    assert ask(local, TEXT, {"prompt": ["the"]}) == tokenizer("the").input_ids
 
 
-def test_a_model_name_that_is_an_adapter_names_it(local: LocalTokens) -> None:
-    assert ask(local, TEXT, {"prompt": "the", "model": "poet"}).lora_name == "poet"
-    assert ask(local, TEXT, {"prompt": "the", "model": "base"}).lora_name is None
+class Engine:
+    """Says what it is told to say."""
+
+    def __init__(self, answer: list[int] | None) -> None:
+        self.answer = answer
+        self.asked = 0
+
+    async def tokens(self, path: str, body: RequestBody) -> PrefixRequest | None:
+        self.asked += 1
+        return None if self.answer is None else PrefixRequest(token_ids=self.answer)
+
+
+def names(model: str | None) -> tuple[str | None, str | None]:
+    return ("m", model) if model == "poet" else (model, None)
+
+
+def route(tokens: LocalTokens, times: int, **fields: Any) -> list[PrefixRequest | None]:
+    raw = json.dumps({"model": "m", "prompt": "the fox"} | fields).encode()
+
+    async def asked() -> list[PrefixRequest | None]:
+        return [await tokens.tokens(TEXT, read_body(raw)) for _ in range(times)]
+
+    return asyncio.run(asked())
+
+
+def test_a_tokenizer_is_compared_with_the_engine_at_first_and_then_believed(
+    local: LocalTokenizer,
+) -> None:
+    ids = make_tokenizer()("the fox").input_ids
+    engine = Engine(ids)
+    found = route(LocalTokens({"m": local}, names, engine), 20, cache_salt="s", model="poet")
+    assert found == [PrefixRequest(token_ids=ids, model="m", lora_name="poet", cache_salt="s")] * 20
+    assert engine.asked == 8
+
+
+def test_one_difference_and_the_tokenizer_is_given_up_loudly(
+    local: LocalTokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine([1, 2, 3])
+    tokens = LocalTokens({"m": local}, names, engine)
+    first, *others = route(tokens, 3)
+    assert first == PrefixRequest(token_ids=[1, 2, 3])
+    assert others == [None, None]
+    assert "does not split prompts as the engine does" in caplog.text
+
+
+def test_an_engine_that_says_nothing_leaves_the_tokenizer_believed(local: LocalTokenizer) -> None:
+    (found,) = route(LocalTokens({"m": local}, names, Engine(None)), 1)
+    assert found is not None
+
+
+def test_of_a_model_without_a_tokenizer_nothing_is_known_here(local: LocalTokenizer) -> None:
+    assert route(LocalTokens({"m": local}, names, None), 1, model="other") == [None]
 
 
 @pytest.mark.parametrize(
@@ -147,10 +197,23 @@ def test_a_model_name_that_is_an_adapter_names_it(local: LocalTokens) -> None:
         (TEXT, {}),
         (TEXT, {"prompt": []}),
         (TEXT, {"prompt": 5}),
+        (TEXT, {"prompt": ["the", "fox"]}),
         ("/v1/embeddings", {"input": "the"}),
     ],
 )
 def test_what_cannot_be_told_here_has_no_tokens(
-    local: LocalTokens, path: str, body: dict[str, Any]
+    local: LocalTokenizer, path: str, body: dict[str, Any]
 ) -> None:
     assert ask(local, path, body) is None
+
+
+def test_a_directory_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None:
+    config = TokensConfig(tokenizers={"m": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"tokens\.tokenizers\.m: found .*, which has no tok"):
+        load_tokenizers(config)
+
+
+def test_configured_tokenizers_are_loaded_by_model(model_directory: Path) -> None:
+    loaded = load_tokenizers(TokensConfig(tokenizers={"m": str(model_directory)}))
+    assert ask(loaded["m"], TEXT, {"prompt": "the"}) == make_tokenizer()("the").input_ids
+    loaded["m"].close()
