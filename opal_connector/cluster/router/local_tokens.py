@@ -126,7 +126,7 @@ class LocalTokens:
         self._tokenizers = dict(tokenizers)
         self._names_of = names_of
         self._engine = engine
-        self._agreed: Counter[str] = Counter()
+        self.agreed: Counter[str] = Counter()
         self.given_up: set[str] = set()
 
     async def tokens(self, path: str, body: RequestBody) -> PrefixRequest | None:
@@ -138,13 +138,13 @@ class LocalTokens:
         if ids is None:
             return None
         request = prefix_request(body, ids, self._names_of)
-        if self._engine is None or self._agreed[model] >= _COMPARED_PROMPTS:
+        if self._engine is None or self.agreed[model] >= _COMPARED_PROMPTS:
             return request
         told = await self._engine.tokens(path, body)
         if told is None:
             return request
         if told.token_ids == ids:
-            self._agreed[model] += 1
+            self.agreed[model] += 1
             return request
         self.given_up.add(model)
         logger.error(

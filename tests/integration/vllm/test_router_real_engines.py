@@ -9,12 +9,14 @@ import pytest
 from live_server import Server, _wait_until_healthy, free_port, kill_group, start_server
 from router_world import QUICK, eventually
 
+from opal_connector.cli.models import ensure_tiny_llama
 from opal_connector.cluster.router.config import router_config
 from opal_connector.cluster.router.instances import Health
 from opal_connector.cluster.router.server import RouterServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
+TOKENS = {"timeout_seconds": 20.0, "tokenizers": {"model": str(ensure_tiny_llama())}}
 SYSTEM = "You are a careful assistant who answers in one word. " * 40
 
 
@@ -52,7 +54,7 @@ def test_two_real_servers_behind_one_router(tmp_path: Path) -> None:
             for name, (server, events) in servers.items()
         ]
         router = RouterServer(
-            router_config({**QUICK, "tokens": {"timeout_seconds": 20.0}, "instances": instances}),
+            router_config({**QUICK, "tokens": TOKENS, "instances": instances}),
             {},
         )
         await router.start()
@@ -98,6 +100,9 @@ async def _ask_all(
             found = await answer.json()
         assert 0 < expected <= found["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert router.core.audit.workers[owner].trust > 0.99
+
+    # The servers' chat template is not the tokenizer's: that was found, and the engine asked.
+    assert router.core.local_tokens.given_up == {"model"}
 
     killed = servers[owner]
     stream = _chat("Tell me all.", stream=True, max_tokens=1_500, ignore_eos=True)
