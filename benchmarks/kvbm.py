@@ -13,7 +13,6 @@ The peer refuses a removal below a block that it has dropped; those are left out
 change no answer.
 """
 
-import contextlib
 import gc
 import json
 import os
@@ -21,13 +20,10 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
-
-# Before the peer is loaded: it writes a line for every removal that it refuses.
-os.environ.setdefault("DYN_LOG", "off")
 
 from common import (
     Figures,
@@ -42,6 +38,7 @@ from common import (
     parser,
     percentile,
 )
+from kvbm_peer import Peer, RadixTree, kept_awake, short
 
 from opal_connector.cluster.kvbm import KVBM
 from opal_connector.events import DEVICE_TIER, Delete, Insert, KVCEvent, ObjectFact
@@ -54,11 +51,6 @@ from opal_connector.events.channel import (
 )
 from opal_connector.keys import CHAIN_ROOT
 
-try:
-    from dynamo._core import RadixTree
-except ImportError:
-    RadixTree = None
-
 SHAPES = [(blocks, workers) for blocks in (128, 1024, 4096) for workers in (16, 64, 256)]
 CONVERSATIONS = {128: 64, 1024: 32, 4096: 16}
 EVENT_BLOCKS = 128
@@ -66,68 +58,10 @@ CONVERSATION_BLOCKS = 512
 Conversation = list[bytes]
 
 
-def short(block_hash: bytes) -> int:
-    """The peer's name of a block."""
-    return int.from_bytes(block_hash[:8], "little")
-
-
 def conversation(name: str, blocks: int, shared: Sequence[bytes] = ()) -> Conversation:
     """Hashes as a chain would give them."""
     own = [sha256(f"{name}/{number}".encode()).digest() for number in range(blocks - len(shared))]
     return [*shared, *own]
-
-
-@contextlib.contextmanager
-def kept_awake() -> Iterator[None]:
-    """No core falls asleep meanwhile.
-
-    The peer answers from a thread of its own. On a machine with nothing else to do most of its time
-    is the waking of a core for it, up to ten times as much as the answer takes; a router's machine
-    is not idle. A process of the lowest priority stays runnable, and gives way to both.
-    """
-    spin = subprocess.Popen(["nice", "-n", "19", sys.executable, "-c", "while True: pass"])
-    try:
-        yield
-    finally:
-        spin.kill()
-        spin.wait()
-
-
-class Peer:
-    """Dynamo's tree, fed as its users feed it."""
-
-    def __init__(self) -> None:
-        self.tree = RadixTree()
-        self._events = 0
-
-    def encoded(self, data: dict[str, Any]) -> bytes:
-        self._events += 1
-        event = {"event_id": self._events, "data": data, "dp_rank": 0}
-        return json.dumps(event, separators=(",", ":")).encode()
-
-    def stored(self, hashes: Sequence[bytes], parent_hash: bytes | None = None) -> bytes:
-        names = [short(block_hash) for block_hash in hashes]
-        return self.encoded(
-            {
-                "stored": {
-                    "parent_hash": None if parent_hash is None else short(parent_hash),
-                    "start_position": None,
-                    "blocks": [{"block_hash": name, "tokens_hash": name} for name in names],
-                }
-            }
-        )
-
-    def removed(self, hashes: Sequence[bytes]) -> bytes:
-        return self.encoded({"removed": {"block_hashes": [short(found) for found in hashes]}})
-
-    def apply(self, worker: int, event: bytes) -> None:
-        self.tree.apply_event(worker, event)
-
-    def apply_if_it_can(self, worker: int, event: bytes) -> None:
-        try:
-            self.tree.apply_event(worker, event)
-        except RuntimeError:
-            return
 
 
 class World:

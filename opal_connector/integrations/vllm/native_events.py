@@ -151,8 +151,9 @@ class NativeChannel:
 class EventOutlets:
     """Where the facts of a scheduler half go: vLLM's stream, and Opal's channel if it is on.
 
-    Mutable state: the log, when vLLM's stream gets the next events, and the channel; used by the
-    engine core's thread.
+    A fault of what is only counted must not cost the hook its work, so none leaves here. Mutable
+    state: the log, when vLLM's stream gets the next events, and the channel; used by the engine
+    core's thread.
     """
 
     def __init__(
@@ -186,7 +187,8 @@ class EventOutlets:
     def take_host_events(self) -> Iterable[KVCacheEvent]:
         """Events for vLLM's stream, at most every `kvcevent_coalesce_time` seconds."""
         if self.channel is not None:
-            self.channel.facts.meter.end_step()
+            with contained("take_events"):
+                self.channel.facts.meter.end_step()
         if self._books is None or not len(self.log):
             return ()
         now = self._clock()
@@ -201,27 +203,32 @@ class EventOutlets:
     def begin_request(self, request_id: str) -> None:
         """A request has come."""
         if self.channel is not None:
-            self.channel.facts.meter.begin_request(request_id)
+            with contained("on_new_request"):
+                self.channel.facts.meter.begin_request(request_id)
 
     def end_request(self, request_id: str) -> None:
         """A request has ended."""
         if self.channel is not None:
-            self.channel.facts.meter.end_request(request_id)
+            with contained("request_finished"):
+                self.channel.facts.meter.end_request(request_id)
 
     def begin_step(self, output: SchedulerOutput) -> None:
         """A step is planned."""
         if self.channel is not None:
-            self.channel.facts.meter.begin_step(output)
+            with contained("build_connector_meta"):
+                self.channel.facts.meter.begin_step(output)
 
     def end_job(self, job: OpenJob, result: JobResult) -> None:
         """The last rank has answered a job."""
         if self.channel is not None:
-            self.channel.facts.meter.end_job(job, result)
+            with contained("update_connector_output"):
+                self.channel.facts.meter.end_job(job, result)
 
     def see_adapter(self, identity: LoraIdentity | None) -> None:
         """A request's adapter, if it has one, is known."""
         if self.channel is not None and identity is not None:
-            self.channel.see_adapter(identity)
+            with contained("on_new_request"):
+                self.channel.see_adapter(identity)
 
     def close(self) -> None:
         """End the channel."""
