@@ -1,5 +1,6 @@
 """What a user may write, and nothing else."""
 
+from opal_connector.config.convert import converted, read_mapping
 from opal_connector.config.endpoints import Endpoint, parse_endpoint
 from opal_connector.config.load import ConfigError, load_config
 from opal_connector.config.schema import (
@@ -26,7 +27,9 @@ __all__ = [
     "OpalConfig",
     "TierConfig",
     "chunk_blocks_for",
+    "converted",
     "load_config",
     "parse_endpoint",
     "parse_size_bytes",
+    "read_mapping",
 ]

@@ -2,22 +2,26 @@
 
 import ipaddress
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
-import yaml
 
 from opal_connector.cluster.policies import POLICY_NAMES, BalancedSettings
 from opal_connector.cluster.router.affinity import AffinitySettings
 from opal_connector.cluster.router.breaker import BreakerSettings
 from opal_connector.cluster.router.upstream import Address
-from opal_connector.config import ConfigError, parse_endpoint, parse_size_bytes
+from opal_connector.config import (
+    ConfigError,
+    converted,
+    parse_endpoint,
+    parse_size_bytes,
+    read_mapping,
+)
 
 _TOP: Final = "router"
-_STEP: Final = re.compile(r"([^.\[\]]+)|\[([0-9]+)\]")  # of a path such as instances[0].url
 _NAME: Final = re.compile(r"[^\s/\x00-\x1f]{1,128}")
 _POLICIES: Final = {name.lower(): name for name in POLICY_NAMES}
 _PORTS: Final = {"http": 80, "https": 443}
@@ -177,19 +181,7 @@ def load_router_config(path: str | Path) -> RouterConfig:
     Raises:
         ConfigError: The file cannot be read, or a value in it is not allowed.
     """
-    try:
-        content = Path(path).expanduser().read_bytes()
-    except (OSError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"config: found {str(path)!r}, which cannot be read ({reason})") from None
-    try:
-        loaded = yaml.safe_load(content)  # JSON is YAML
-    except yaml.YAMLError as error:
-        place = str(error).replace("\n", " ")
-        raise ConfigError(f"config: {str(path)!r} is neither JSON nor YAML: {place}") from None
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"config: {str(path)!r} holds no mapping of names to values")
-    return router_config(loaded)
+    return router_config(read_mapping(path))
 
 
 def router_config(given: Mapping[str, Any]) -> RouterConfig:
@@ -214,41 +206,7 @@ _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 def _converted(given: Mapping[str, Any], kind: type[_Struct]) -> _Struct:
-    try:
-        return msgspec.convert(given, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(_explain(str(error), given, kind)) from None
-
-
-def _explain(message: str, given: Mapping[str, Any], kind: type[msgspec.Struct]) -> str:
-    """Put msgspec's path first and add what was found there, or what may stand there."""
-    text, _, path = message.partition(" - at ")
-    where = path.strip("`").removeprefix("$").removeprefix(".")
-    value, owner = _found(where, given, kind)
-    if "unknown field" in text:
-        field = text.split("`")[1]
-        allowed = ", ".join(owner.__struct_fields__)
-        full = f"{where}.{field}" if where else field
-        return f"{full}: unknown field; allowed here: {allowed}"
-    return f"{where or _TOP}: found {value!r}; {text[0].lower()}{text[1:]}"
-
-
-def _found(where: str, given: Any, kind: type[msgspec.Struct]) -> tuple[Any, type[msgspec.Struct]]:
-    """The value at a path, and the innermost Struct that it is in or is."""
-    owner = kind
-    for name, index in _STEP.findall(where):
-        if index:
-            given = given[int(index)] if isinstance(given, Sequence) else None
-            continue
-        given = given.get(name) if isinstance(given, Mapping) else None
-        inner = _LISTED.get(name) or _struct_of(owner, name)
-        owner = inner or owner
-    return given, owner
-
-
-def _struct_of(owner: type[msgspec.Struct], name: str) -> type[msgspec.Struct] | None:
-    kind = owner.__annotations__.get(name)
-    return kind if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else None
+    return converted(given, kind, top=_TOP, inner=_LISTED)
 
 
 # ---- what types do not say ----
