@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from opal_connector.cli.server_process import free_port
 from opal_connector.cluster.publisher import ChannelSettings, Publisher
 from opal_connector.config import Endpoint
 from opal_connector.events import DEVICE_TIER, Delete, Insert, KVCEvent, ObjectFact
@@ -153,19 +154,17 @@ class FakeEngine:
         self, endpoint: Endpoint | None = None, publish_endpoint: Endpoint | None = None
     ) -> None:
         settings = ChannelSettings(
-            endpoint=endpoint or Endpoint("127.0.0.1", 0),
+            endpoint=endpoint or Endpoint("127.0.0.1", free_port(2)),
             publish_endpoint=publish_endpoint,
             instance_id=self.name,
             coalesce_seconds=0.005,
             heartbeat_seconds=0.1,
         )
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        publisher: Publisher | None = None
-        while publisher is None or publisher.publish_endpoint is None:
+        publisher = Publisher(settings, _Source(self), _Device())
+        publisher.start()
+        while publisher.publish_endpoint is None:  # perhaps its port is still in use
             assert time.monotonic() < deadline, "the channel does not open"
-            if publisher is None or not publisher.is_alive:  # perhaps its port is still in use
-                publisher = Publisher(settings, _Source(self), _Device())
-                publisher.start()
             await asyncio.sleep(0.005)
         self._publisher = publisher
 

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -27,6 +28,8 @@ _STOP_SECONDS: Final = 10.0
 _REST_SECONDS: Final = 2.0  # for children of a server that has ended
 _POLL_SECONDS: Final = 0.2
 _TAIL_LINES: Final = 30
+_LASTING_PORTS: Final = range(16_384, 32_000)  # below what systems give to clients
+_PORT_TRIES: Final = 200
 # A local model directory is all that a server of ours needs: no hub, no reports home.
 _QUIET_ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
@@ -78,12 +81,22 @@ def opal_transfer_config(extra: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def free_port() -> int:
-    """A port on this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-    return port
+def free_port(count: int = 1) -> int:
+    """The first of `count` adjoining ports on this machine that nobody uses now.
+
+    None of them is ephemeral: whoever connects to such a port before somebody listens may be given
+    that very port for his own end, talks to himself, and keeps the port from whom it is meant for.
+
+    Raises:
+        OSError: None was found.
+    """
+    for _ in range(_PORT_TRIES):
+        first = secrets.choice(_LASTING_PORTS)
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                probes.enter_context(socket.socket()).bind((HOST, port))
+            return first
+    raise OSError(f"no {count} adjoining ports are free")
 
 
 def log_tail(path: Path, line_count: int = _TAIL_LINES) -> str:

@@ -4,6 +4,7 @@ Everything happens in one daemon thread. Whoever has facts appends them to a deq
 than a tenth of a microsecond, and is all that the engine ever does for the channel.
 """
 
+import contextlib
 import logging
 import socket
 import threading
@@ -44,6 +45,7 @@ _WAIT_SECONDS: Final = 0.1  # how long a close may take to be noticed
 _SHORTEST_SECONDS: Final = 0.002
 _BREATH_SECONDS: Final = 0.0001  # in which the engine gets the interpreter, if it waits for it
 _ANEW_SECONDS: Final = 5.0
+_BIND_AGAIN_SECONDS: Final = 0.5
 
 
 class ChannelSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,14 +129,13 @@ class Publisher:
     # ---- the thread ----
 
     def _run(self) -> None:
-        settings = self._settings
         try:
             self._await_description()
-            with open_sockets(settings.endpoint, settings.publish_endpoint) as opened:
-                sockets, self.endpoint, self.publish_endpoint = opened
-                self._serve(sockets, self.endpoint, self.publish_endpoint)
-        except OSError as error:
-            logger.warning("the event channel is off: %s", error)
+            with contextlib.ExitStack() as stack:
+                opened = self._open(stack)
+                if opened is not None:
+                    sockets, self.endpoint, self.publish_endpoint = opened
+                    self._serve(sockets, self.endpoint, self.publish_endpoint)
         except Exception:
             logger.warning("the event channel has ended by a fault", exc_info=True)
         finally:
@@ -147,6 +148,27 @@ class Publisher:
         while not self._source.is_ready and time.monotonic() < deadline:
             if self._is_closing.wait(0.02):
                 return
+
+    def _open(
+        self, stack: contextlib.ExitStack
+    ) -> tuple[ChannelSockets, Endpoint, Endpoint] | None:
+        """Bind, as soon as the addresses are free; None if the channel is closed before.
+
+        An engine that is restarted in place may find its predecessor not quite gone.
+        """
+        settings = self._settings
+        while not self._is_closing.is_set():
+            try:
+                return stack.enter_context(
+                    open_sockets(settings.endpoint, settings.publish_endpoint)
+                )
+            except OSError as error:
+                kind = f"bind {settings.endpoint.address}"
+                warnings.warn(kind, "the event channel is off until %s", error)
+            if self._is_overfull:
+                self._drop_inboxes()
+            self._is_closing.wait(_BIND_AGAIN_SECONDS)
+        return None
 
     def _serve(self, sockets: ChannelSockets, asked: Endpoint, published: Endpoint) -> None:
         settings = self._settings
@@ -209,13 +231,10 @@ class Publisher:
             return True
 
     def _publish(self, sockets: ChannelSockets, stream: EventStream) -> bool:
-        limit = self._settings.inbox_events // 2
         for _ in range(0, _EVENTS_PER_TURN, _EVENTS_AT_ONCE):
-            if len(self._inbox) > limit or len(self._device_inbox) > limit:
+            if self._is_overfull:
                 warnings.warn("overflow", "too many events at once, the channel begins anew")
-                if len(self._device_inbox) > limit and self._device is not None:
-                    self._device_inbox.clear()
-                    self._device.forget()
+                self._drop_inboxes()
                 self._begin_anew(stream)
             is_empty = self._drain(sockets, stream)
             if is_empty:
@@ -223,6 +242,18 @@ class Publisher:
             time.sleep(_BREATH_SECONDS)
         self._flush(sockets, stream)
         return is_empty
+
+    @property
+    def _is_overfull(self) -> bool:
+        return max(len(self._inbox), len(self._device_inbox)) > self._settings.inbox_events // 2
+
+    def _drop_inboxes(self) -> None:
+        """What was in them is found in the books at the next beginning, but for the device's."""
+        if len(self._device_inbox) > self._settings.inbox_events // 2 and self._device is not None:
+            self._device_inbox.clear()
+            self._device.forget()
+        self._inbox.clear()
+        self._begin_anew_at = time.monotonic()
 
     def _drain(self, sockets: ChannelSockets, stream: EventStream) -> bool:
         """Take some events; returns whether none is left."""

@@ -73,7 +73,7 @@ def open_sockets(
     """Bind the channel; gives the sockets with their real endpoints.
 
     Raises:
-        OSError: An address cannot be bound.
+        OSError: An address cannot be bound; its text says what has to become true.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     sockets: list[zmq.Socket[bytes]] = []
@@ -111,7 +111,7 @@ def _bind(socket: "zmq.Socket[bytes]", endpoint: Endpoint) -> Endpoint:
     try:
         socket.bind(endpoint.address)
     except zmq.ZMQError as error:
-        raise OSError(f"{endpoint.address} cannot be bound: {error}") from error
+        raise OSError(f"{endpoint.address} can be bound: {error}") from error
     bound = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(bound, bytes)
     return Endpoint(endpoint.host, int(bound.rstrip(b"\0").rpartition(b":")[2]))

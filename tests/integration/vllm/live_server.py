@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from engine_process import BLOCK_TOKENS, Metrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from opal_connector.cli.models import ensure_smollm2
+from opal_connector.cli.server_process import free_port
 
 START_SECONDS = 300.0
 STOP_SECONDS = 30.0
@@ -95,14 +95,6 @@ class Server:
         """Ask the server to end, as a service manager does; returns its exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(STOP_SECONDS)
-
-
-def free_port() -> int:
-    """A port on this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def start_server(

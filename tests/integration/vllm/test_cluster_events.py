@@ -4,7 +4,6 @@ import contextlib
 import json
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,10 +15,10 @@ from typing import Any
 import pytest
 from channel_proxy import ChannelProxy
 from engine_process import BLOCK_TOKENS
-from live_server import Server, free_port, kill_group, running_server
+from live_server import Server, kill_group, running_server
 
 from opal_connector.cli.models import ensure_tiny_llama
-from opal_connector.cli.server_process import opal_transfer_config
+from opal_connector.cli.server_process import free_port, opal_transfer_config
 from opal_connector.events.channel import DigestsNow
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -101,18 +100,6 @@ def verifying(*endpoints: str) -> Iterator["subprocess.Popen[str]"]:
         process.wait()
 
 
-def port_pairs(count: int) -> list[int]:
-    """Ports that are free, as are those behind them."""
-    found: list[int] = []
-    while len(found) < count:
-        with contextlib.suppress(OSError), socket.socket() as behind:
-            port = free_port()
-            behind.bind(("127.0.0.1", port + 1))
-            if all(abs(port - other) > 1 for other in found):
-                found.append(port)
-    return found
-
-
 def between(port: int, copies: Callable[[int], int]) -> ChannelProxy:
     """A network before the instance whose channel is at that port."""
     return ChannelProxy(f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}", copies)
@@ -138,7 +125,8 @@ def some_lost_some_twice(sequence: int) -> int:
 
 def test_no_difference_after_evictions_lost_batches_and_a_killed_engine(tmp_path: Path) -> None:
     """Both engines, tier by tier and block by block; what was lost was seen and repaired."""
-    ports = dict(zip(PLAYERS, port_pairs(len(PLAYERS)), strict=True))
+    first_port = free_port(2 * len(PLAYERS))
+    ports = {name: first_port + 2 * number for number, name in enumerate(PLAYERS)}
     with contextlib.ExitStack() as stack:
         bad = stack.enter_context(between(ports["one"], some_lost_some_twice))
         good = stack.enter_context(between(ports["two"], lambda sequence: 1))

@@ -6,10 +6,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-from live_server import Server, _wait_until_healthy, free_port, kill_group, start_server
+from live_server import Server, _wait_until_healthy, kill_group, start_server
 from router_world import QUICK, eventually
 
 from opal_connector.cli.models import ensure_tiny_llama
+from opal_connector.cli.server_process import free_port
 from opal_connector.cluster.router.config import router_config
 from opal_connector.cluster.router.instances import Health
 from opal_connector.cluster.router.server import RouterServer
@@ -22,7 +23,7 @@ SYSTEM = "You are a careful assistant who answers in one word. " * 40
 
 def _start(directory: Path, name: str) -> tuple[Server, str]:
     directory.mkdir()
-    events = f"tcp://127.0.0.1:{free_port()}"
+    events = f"tcp://127.0.0.1:{free_port(2)}"
     extra = {
         "kvc_tiers": ["CPUMemory"],
         "CPUMemory": {"capacity_GB": "256MiB"},

@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from engine_process import BLOCK_TOKENS, opal
 from event_consumer import EventConsumer, held_blocks
-from live_server import Server, free_port, running_server
+from live_server import Server, running_server
 from prompts import greedy, random_tokens
 from reference import Reference
 
+from opal_connector.cli.server_process import free_port
 from opal_connector.keys import OpalTokenDatabase
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -22,7 +23,8 @@ TIER_ROWS = 60
 
 @pytest.fixture(scope="module")
 def ports() -> tuple[int, int]:
-    return free_port(), free_port()
+    first = free_port(2)
+    return first, first + 1
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
-import zmq
 from engine_server import EngineServer, eventually
 from naive_kvbm import Key
 from publisher_world import Publisher, books_blocks, held, open_channel, shuffle, three_tiers
 from simulated_engine import SimulatedEngine
 from tier_world import World
 
+from opal_connector.cli.server_process import free_port
 from opal_connector.cluster.ingest import KVBMFeed, NativeSource, Source, SourceState, VllmSource
 from opal_connector.cluster.kvbm import KVBM
 from opal_connector.events import KVCEvent
@@ -345,12 +345,8 @@ def test_an_engine_that_goes_away_is_not_scored_and_comes_back() -> None:
 def test_vllms_own_publisher_is_read() -> None:
     """The real one, its wire form and its replay: what was published before is known, too."""
     kv_events = pytest.importorskip("vllm.distributed.kv_events")
-    with zmq.Context() as context:
-        ports = []
-        for _ in range(2):
-            probe = context.socket(zmq.PUB)
-            ports.append(probe.bind_to_random_port("tcp://127.0.0.1"))
-            probe.close(linger=0)
+    first_port = free_port(4)
+    ports = [first_port, first_port + 2]
     endpoints = [f"tcp://*:{port}" for port in ports]
     publisher = kv_events.ZmqEventPublisher(1, *endpoints)  # the ports of rank 1 are the next ones
     reached = [f"tcp://127.0.0.1:{port + 1}" for port in ports]

@@ -281,19 +281,49 @@ class _SlowListing(_Stalled):
         return iter(facts)
 
 
-def test_a_port_in_use_is_a_warning_and_the_books_go_on(
-    channels: list[Publisher], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("inbox_events", [1 << 20, 8], ids=["all is kept", "the inbox overflows"])
+def test_a_port_in_use_is_waited_for_and_then_all_that_is_held_is_known(
+    channels: list[Publisher], caplog: pytest.LogCaptureFixture, inbox_events: int
 ) -> None:
+    """A predecessor that is not quite gone must not leave the channel off for ever."""
     manager = make_manager(rows=64)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         endpoint = Endpoint("127.0.0.1", taken.getsockname()[1])
-        channels.append(open_channel(manager, endpoint=endpoint))
-        wait_until(lambda: not channels[0].is_alive, "the thread to end")
-    assert manager.storage.log.listener is None
-    assert f"the event channel is off: tcp://127.0.0.1:{endpoint.port}" in caplog.text
-    store(manager, range(4))
+        settings = ChannelSettings(
+            endpoint=endpoint, publish_endpoint=Endpoint("127.0.0.1", 0), inbox_events=inbox_events
+        )
+        channels.append(Publisher(settings, BooksSource(manager)))
+        manager.storage.log.listener = channels[0].hear
+        channels[0].start()
+        for number in range(20):
+            store(manager, range(100 * number, 100 * number + 4))
+        wait_until(lambda: f"off until tcp://127.0.0.1:{endpoint.port}" in caplog.text)
+        assert channels[0].publish_endpoint is None
+    wait_until(lambda: channels[0].publish_endpoint, "the channel to open")
+    with Listener(channels[0]) as listener:
+        blocks = books_blocks(manager)[0, TIER]
+        assert len(blocks) == 64
+        wait_until(lambda: listener.beats[-1].digests, "fingerprints")
+        assert blocks_in(listener.contents(TIER)) == blocks
+        assert listener.beats[-1].digests[0].buckets == _buckets(blocks)
+
+
+def test_a_channel_whose_port_stays_in_use_ends_when_it_is_closed(
+    channels: list[Publisher], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine's end must not wait for an address."""
+    manager = make_manager(rows=64)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        endpoint = Endpoint("127.0.0.1", taken.getsockname()[1])
+        publisher = Publisher(ChannelSettings(endpoint=endpoint), BooksSource(manager))
+        publisher.start()
+        wait_until(lambda: "off until" in caplog.text)
+        publisher.close()
+        assert not publisher.is_alive
 
 
 def test_closing_publishes_what_is_left_and_ends_soon(channels: list[Publisher]) -> None:
