@@ -1,0 +1,119 @@
+"""Real servers for a router: two with Opal, one without, all of the same tiny model."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from live_server import Server, _wait_until_healthy, kill_group, start_server
+from safetensors.numpy import save_file
+
+from opal_connector.cli.models import ensure_tiny_llama
+from opal_connector.cli.server_process import free_port, opal_transfer_config
+
+ADAPTER = "poet"
+_RANK = 8
+_HIDDEN = 64
+# A model that speaks nonsense would go on with spaces for ever.
+_STRUCTURED = {"backend": "xgrammar", "disable_any_whitespace": True}
+# The model's own template, which knows no tools: they are written in front.
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class RouterEngine(msgspec.Struct):
+    """A server, and what a router is told about it."""
+
+    server: Server
+    config: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.config["name"])
+
+
+@contextlib.contextmanager
+def router_engines(root: Path) -> Iterator[dict[str, RouterEngine]]:
+    """`one` and `two` with Opal and its channel, `plain` with vLLM's own events; all healthy."""
+    adapter = _write_adapter(root / "adapter")
+    engines: dict[str, RouterEngine] = {}
+    with contextlib.ExitStack() as stack:
+        for name in ("one", "two"):
+            events = f"tcp://127.0.0.1:{free_port(2)}"
+            extra = {
+                "kvc_tiers": ["CPUMemory"],
+                "CPUMemory": {"capacity_GB": "256MiB"},
+                "instance_id": name,
+                "events": {"endpoint": events, "heartbeat_seconds": 0.2},
+            }
+            transfer = opal_transfer_config(extra)
+            engines[name] = _start(stack, root, name, adapter, [], transfer, events=events)
+        port = free_port(2)
+        published = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{port}",
+            "replay_endpoint": f"tcp://*:{port + 1}",
+        }
+        arguments = ["--kv-events-config", json.dumps(published)]
+        engines["plain"] = _start(stack, root, "plain", adapter, arguments, vllm_events="auto")
+        for engine in engines.values():
+            _wait_until_healthy(engine.server)
+        yield engines
+
+
+def _start(
+    stack: contextlib.ExitStack,
+    root: Path,
+    name: str,
+    adapter: Path,
+    arguments: list[str],
+    transfer: dict[str, Any] | None = None,
+    **events: str,
+) -> RouterEngine:
+    directory = root / name
+    directory.mkdir()
+    server = start_server(
+        directory,
+        *("--model", str(ensure_tiny_llama()), "--chat-template", TEMPLATE),
+        *("--enable-lora", "--max-lora-rank", str(_RANK), "--lora-modules", f"{ADAPTER}={adapter}"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        *("--structured-outputs-config", json.dumps(_STRUCTURED)),
+        *arguments,
+        transfer_config=transfer,
+    )
+    stack.callback(kill_group, server.process)
+    stack.callback(server.http.close)
+    url = str(server.http.base_url).rstrip("/")
+    return RouterEngine(server, {"url": url, "name": name, **events})
+
+
+def _write_adapter(directory: Path) -> Path:
+    """A LoRA adapter that changes what the model says."""
+    directory.mkdir()
+    generator = np.random.default_rng(5)
+    tensors = {}
+    for layer in range(2):
+        for module in ("q_proj", "v_proj"):
+            place = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            for half, shape in (("A", (_RANK, _HIDDEN)), ("B", (_HIDDEN, _RANK))):
+                values = generator.standard_normal(shape).astype(np.float32) * np.float32(0.3)
+                tensors[f"{place}.lora_{half}.weight"] = values
+    save_file(tensors, str(directory / "adapter_model.safetensors"))
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": _RANK,
+        "lora_alpha": 2 * _RANK,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+        "base_model_name_or_path": "model",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
