@@ -36,6 +36,11 @@ COMMANDS: Final = {
         "router",
         "One OpenAI endpoint in front of several instances; requests go where they are cheapest.",
     ),
+    "serve": CommandPlace(
+        "opal_connector.cli.serve",
+        "serve",
+        "Run several engines and one OpenAI endpoint before them, from one file.",
+    ),
     "tiers": CommandPlace(
         "opal_connector.cli.tiers", "tiers", "Look into a tier's directory, verify it, clean it."
     ),

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import yaml
 
+from opal_connector.cli.serving.load import serve_config
 from opal_connector.config import (
     TIER_NAMES,
     FileTierConfig,
@@ -31,10 +32,17 @@ def test_there_are_configs() -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_config_file_loads(path: Path) -> None:
-    """A .json file is a whole --kv-transfer-config, a .yaml file what `opal_config` names."""
+def test_config_file_loads(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A .json file is a whole --kv-transfer-config, a .yaml file what `opal_config` names.
+
+    One that begins with a model is for `opal serve`, once that model is there.
+    """
     if path.suffix == ".json":
         check_transfer_config(json.loads(path.read_text()))
+    elif "model" in (given := yaml.safe_load(path.read_text())):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / given["model"]).mkdir()
+        assert len(serve_config(given).instances) > 1
     else:
         assert path.suffix == ".yaml", "say in this test what files of this kind are"
         load_config({"opal_config": str(path)})

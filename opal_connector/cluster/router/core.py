@@ -81,8 +81,10 @@ class RouterCore:
 
     # ---- instances ----
 
-    async def add(self, config: InstanceConfig) -> Instance:
+    async def add(self, config: InstanceConfig, *, is_held: bool = False) -> Instance:
         """One more instance; returns when it was asked for its health once.
+
+        One that `is_held` is followed and sent nothing, as if it drained, until that is undone.
 
         Raises:
             ValueError: It is there already, or one of its event endpoints is.
@@ -94,6 +96,7 @@ class RouterCore:
             connect_seconds=self.config.limits.connect_timeout_seconds,
             api_key=read_key("api_key_env", config.api_key_env, self._environ),
         )
+        instance.is_draining = is_held
         self.fleet.add(instance)
         try:
             self.sources.follow(instance)

@@ -130,13 +130,19 @@ class HealthWatch:
             return
         is_over = now - instance.failing_since >= self._config.dead_after_seconds
         if is_over or instance.refused >= self._config.refused_connections:
-            instance.health = Health.DEAD
-            self._on_death(instance)
-            self._fleet.on_change()
+            self.died(instance)
         elif instance.health is Health.UP and instance.failures >= self._config.failing_after:
             logger.warning("%s fails its health checks (%s)", instance.name, kind)
             instance.health = Health.FAILING
             self._fleet.on_change()
+
+    def died(self, instance: Instance) -> None:
+        """It is dead: found out here, or told by who saw its process end."""
+        if instance.health is Health.DEAD:
+            return
+        instance.health = Health.DEAD
+        self._on_death(instance)
+        self._fleet.on_change()
 
     # ---- inside ----
 

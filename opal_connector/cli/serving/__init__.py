@@ -1,0 +1,1 @@
+"""Several engines and the router before them: started, watched, scaled and stopped together."""

@@ -1,0 +1,119 @@
+"""What the types of the configuration do not say."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NoReturn
+
+from opal_connector.cli.serving.engine_arguments import OWN_TIER_FIELDS, filled, merged_tiers
+from opal_connector.cli.serving.schema import InstanceSettings, ServeConfig, ServeFile
+from opal_connector.config import ConfigError, OpalConfig, load_config
+
+_ENDPOINTS: Final = ("endpoint", "publish_endpoint")
+_POSITIVE: Final = {
+    "scaling": ("max_queue_threshold", "command_seconds"),
+    "restart": (
+        "first_seconds",
+        "longest_seconds",
+        "well_seconds",
+        "hung_seconds",
+        "ready_seconds",
+    ),
+}
+_FROM_ZERO: Final = {
+    "scaling": ("scale_latency", "quiet_seconds", "drain_seconds"),
+    "restart": ("limit",),
+    "stop": ("drain_seconds", "kill_seconds"),
+    "prewarm": ("prefixes", "seconds"),
+}
+_AT_LEAST_ONE: Final = {"scaling": ("max_workers", "min_workers")}
+_SHARES: Final = {"restart": ("jitter",), "scaling": ("scale_in_share",)}
+
+
+def refuse(field: str, found: object, allowed: str) -> NoReturn:
+    """Say what is wrong with a field.
+
+    Raises:
+        ConfigError: Always.
+    """
+    raise ConfigError(f"{field}: found {found!r}, allowed: {allowed}")
+
+
+def check_numbers(file: ServeFile) -> None:
+    """Numbers are in their ranges."""
+    rules: tuple[tuple[Mapping[str, tuple[str, ...]], Callable[[float], bool], str], ...] = (
+        (_POSITIVE, lambda value: value > 0, "above 0"),
+        (_FROM_ZERO, lambda value: value >= 0, "0 or more"),
+        (_AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
+        (_SHARES, lambda value: 0 <= value <= 1, "0 to 1"),
+    )
+    for table, is_allowed, allowed in rules:
+        for part, fields in table.items():
+            for field in fields:
+                value = getattr(getattr(file, part), field)
+                if value is not None and not is_allowed(value):
+                    refuse(f"{part}.{field}", value, allowed)
+    for field in ("scale_command", "command"):
+        words = file.command if field == "command" else file.scaling.scale_command
+        if words is not None and not words:
+            refuse(field if field == "command" else f"scaling.{field}", words, "a program")
+
+
+def check_tiers(config: ServeConfig) -> None:
+    """Tiers are right for every instance, also for one that scaling may add.
+
+    Private directories are one instance's alone, and a shared one is the same for all.
+    """
+    file = config.file
+    if file.tiers is None:
+        return
+    _check_own("tiers", file.tiers, may_have_endpoints=len(config.instances) == 1)
+    private: dict[tuple[str, str], list[str]] = defaultdict(list)
+    shared: set[str] = set()
+    for number, one in enumerate(_all_instances(config), 1):
+        where = f"instances[{number - 1}].tiers"
+        _check_own(where, one.tiers, may_have_endpoints=True)
+        assert one.name is not None
+        found = _loaded(filled(merged_tiers(file.tiers, one.tiers), one.name, number))
+        if "LocalNVMe" in found.kvc_tiers:
+            private["LocalNVMe", str(found.LocalNVMe.path)].append(one.name)
+        if "DistributedFS" in found.kvc_tiers:
+            shared.add(str(found.DistributedFS.path))
+    for (tier, path), names in private.items():
+        if len(names) > 1:
+            refuse(
+                f"tiers.{tier}.path", path, "a directory for each instance, such as /disk/{name}"
+            )
+    if len(shared) > 1:
+        refuse("tiers.DistributedFS.path", sorted(shared), "one directory that all instances mount")
+
+
+def _all_instances(config: ServeConfig) -> list[InstanceSettings]:
+    instances = list(config.instances)
+    scaling = config.file.scaling
+    grows = scaling.enable_scaling and scaling.scale_command is None
+    if grows and scaling.max_workers > len(instances):
+        instances.append(InstanceSettings(name="one more"))
+    return instances
+
+
+def _check_own(where: str, tiers: Mapping[str, Any], *, may_have_endpoints: bool) -> None:
+    for field in OWN_TIER_FIELDS:
+        if tiers.get(field) is not None:
+            refuse(f"{where}.{field}", tiers[field], "nothing, since it is the instance's name")
+    events = tiers.get("events")
+    if may_have_endpoints or not isinstance(events, Mapping):
+        return
+    for field in _ENDPOINTS:
+        if events.get(field) is not None:
+            refuse(
+                f"{where}.events.{field}",
+                events[field],
+                "nothing, since each instance has its own; it may stand in instances[].tiers",
+            )
+
+
+def _loaded(tiers: Mapping[str, Any]) -> OpalConfig:
+    try:
+        return load_config(tiers)
+    except ConfigError as error:
+        raise ConfigError(f"tiers.{error}") from None

@@ -1,0 +1,128 @@
+"""How one instance is started and reached: its command line, its environment, its ports."""
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from opal_connector.cli.server_process import HOST, free_port, opal_transfer_config
+from opal_connector.cli.serving.engine_arguments import (
+    command_flags,
+    filled,
+    merged_flags,
+    merged_tiers,
+)
+from opal_connector.cli.serving.schema import InstanceSettings, ServeConfig
+from opal_connector.cluster.router.config import InstanceConfig
+from opal_connector.config import ConfigError
+from opal_connector.config.endpoints import PORTS_PER_RANK, parse_endpoint
+
+_VLLM: Final = ("{python}", "-m", "vllm.entrypoints.openai.api_server")
+# The router compares what was cached with what was expected.
+_FLAGS: Final = {"enable-prompt-tokens-details": True}
+_ENVIRONMENT: Final = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"}
+_OFFLINE: Final = {"HF_HUB_OFFLINE": "1"}  # a local directory is all that is needed
+_RANKS: Final = "data-parallel-size"
+_PORT_TRIES: Final = 50
+
+
+class InstancePlan(msgspec.Struct, frozen=True):
+    """One instance, for as long as it is there: restarts change nothing of it."""
+
+    name: str
+    number: int
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    router: InstanceConfig
+
+    @property
+    def url(self) -> str:
+        """Where its server is reached."""
+        return self.router.url
+
+
+class Planner:
+    """Makes plans.
+
+    Mutable state: the ports that were given out, so that none is given twice.
+    """
+
+    def __init__(self, config: ServeConfig, environ: Mapping[str, str] = os.environ) -> None:
+        self._config = config
+        self._environ = environ
+        self._ports = {one.port for one in config.instances if one.port is not None}
+
+    def plan(self, settings: InstanceSettings, number: int) -> InstancePlan:
+        """The plan of one instance.
+
+        Raises:
+            ConfigError: Its key is not in the environment.
+            OSError: There are no free ports.
+        """
+        file, name = self._config.file, settings.name
+        assert name is not None
+        port = settings.port or self._free(1)
+        flags = filled(merged_flags(_FLAGS, file.vllm, settings.vllm), name, number)
+        words = file.command or _VLLM
+        command = [sys.executable if word == "{python}" else word for word in words]
+        command = filled(command, name, number)
+        command += ["--host", HOST, "--port", str(port), "--model", self._config.model_path]
+        events: tuple[str, ...] = ()
+        if file.tiers is not None:
+            tiers = filled(merged_tiers(file.tiers, settings.tiers), name, number)
+            ranks = max(1, int(flags.get(_RANKS) or 1))
+            tiers["instance_id"] = name
+            tiers["events"], events = self._events(tiers.get("events"), ranks)
+            transfer = opal_transfer_config(tiers)
+            command += command_flags({"kv-transfer-config": transfer})
+        return InstancePlan(
+            name,
+            number,
+            (*command, *command_flags(flags)),
+            self._environment(settings, number),
+            InstanceConfig(
+                url=f"http://{HOST}:{port}",
+                name=name,
+                events=events,
+                api_key_env=settings.api_key_env,
+            ),
+        )
+
+    def _events(self, given: Any, ranks: int) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """The channel's settings, and where each rank's is reached."""
+        events = dict(given or {})
+        if events.get("endpoint") is None:
+            first = self._free(PORTS_PER_RANK * ranks)
+            events["endpoint"] = f"tcp://{HOST}:{first}"
+            events["publish_endpoint"] = f"tcp://{HOST}:{first + 1}"
+        endpoint = parse_endpoint(events["endpoint"])
+        reached = [endpoint.next_to(PORTS_PER_RANK * rank).address for rank in range(ranks)]
+        return events, tuple(reached)
+
+    def _environment(self, settings: InstanceSettings, number: int) -> dict[str, str]:
+        file, name = self._config.file, settings.name
+        assert name is not None
+        given = filled({**file.environment, **settings.environment}, name, number)
+        key: dict[str, str] = {}
+        if settings.api_key_env is not None:
+            value = self._environ.get(settings.api_key_env)
+            if not value:
+                raise ConfigError(
+                    f"instances[{number - 1}].api_key_env: found {settings.api_key_env!r}, "
+                    "allowed: an environment variable that is set"
+                )
+            key = {"VLLM_API_KEY": value}
+        offline = _OFFLINE if os.path.isdir(self._config.model_path) else {}
+        words = {field: str(value) for field, value in given.items()}
+        return {**self._environ, **_ENVIRONMENT, **offline, **key, **words}
+
+    def _free(self, count: int) -> int:
+        for _ in range(_PORT_TRIES):
+            first = free_port(count)
+            wanted = set(range(first, first + count))
+            if not wanted & self._ports:
+                self._ports |= wanted
+                return first
+        raise OSError("all free ports are given out already")
