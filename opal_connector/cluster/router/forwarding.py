@@ -12,6 +12,7 @@ from aiohttp import web
 from opal_connector.cluster.router.admission import Admission, Placement
 from opal_connector.cluster.router.bodies import RequestBody, read_body
 from opal_connector.cluster.router.config import LimitsConfig, policy_name
+from opal_connector.cluster.router.dashboard_rings import CANCELLED, RecentRequests
 from opal_connector.cluster.router.decide import RouteQuestion, Router
 from opal_connector.cluster.router.exchange import Exchange, Job
 from opal_connector.cluster.router.histogram import (
@@ -73,6 +74,7 @@ class Forwarder:
         self.under_way = 0
         self.first_byte_seconds = Histogram(FIRST_BYTE_BOUNDS)
         self.overhead_seconds = Histogram(OVERHEAD_BOUNDS)
+        self.recent = RecentRequests()
 
     async def question(
         self, path: str, body: RequestBody, headers: Mapping[str, str]
@@ -154,6 +156,7 @@ class Forwarder:
         instance = placement.instance
         exchange = Exchange(job, placement, self._limits, hides=self._hides_authorization)
         job.failed.append(instance.name)
+        sent = self.recent.begin(placement.decision, len(job.failed))
         verdict: bool | None = None  # whether the instance did its part, where that is known
         try:
             await exchange.open()
@@ -163,18 +166,26 @@ class Forwarder:
                 raise _Retry(status, f"an instance answered {status}")
             if exchange.is_computed:
                 self._router.first_token(job.question.request_id)
-                self.first_byte_seconds.see(time.monotonic() - job.began)
+                seconds = time.monotonic() - job.began
+                self.first_byte_seconds.see(seconds)
+                self.recent.first_byte(sent, status, seconds)
             answer = await exchange.pass_on()
             if exchange.is_computed:
-                self.on_cached(placement, exchange.cached_tokens)
+                sent.cached_tokens = exchange.cached_tokens
+                self.on_cached(placement, sent.cached_tokens)
             return answer
         except UpstreamBroken as error:
             verdict = False
+            sent.failure = error.kind
             return self._broken(exchange, instance, error)
+        except asyncio.CancelledError:
+            sent.failure = CANCELLED
+            raise
         finally:
             exchange.close()
             self._judge(instance, verdict)
             self._admission.leave(job.question, placement, is_computed=exchange.is_computed)
+            self.recent.end(sent, exchange.status)
 
     def _broken(
         self, exchange: Exchange, instance: Instance, error: UpstreamBroken

@@ -20,6 +20,7 @@ from opal_connector.cluster.router.admin import Admin, Handler
 from opal_connector.cluster.router.admission import Refusal
 from opal_connector.cluster.router.config import RouterConfig
 from opal_connector.cluster.router.core import RouterCore, is_taking
+from opal_connector.cluster.router.dashboard import PAGE, STATE, Dashboard
 from opal_connector.cluster.router.health import ask
 from opal_connector.cluster.router.instances import Instance
 from opal_connector.cluster.router.metrics import exposition
@@ -67,6 +68,7 @@ class RouterServer:
         self._max_body_bytes = parse_size_bytes(config.limits.max_body)
         self.core = RouterCore(config, environ)
         self._admin = Admin(self.core)
+        self._dashboard = Dashboard(self.core)
         self._handlers = self._paths()
         self._runner: web.ServerRunner | None = None
         self._site: web.TCPSite | None = None
@@ -139,7 +141,12 @@ class RouterServer:
         handlers["GET", "/health"] = self._health
         handlers["GET", "/ready"] = self._ready
         handlers["GET", "/metrics"] = self._metrics
-        for key, handler in self._admin.handlers.items():
+        for path in self._dashboard.paths:
+            handlers["GET", path] = self._dashboard.file
+        for key, handler in [
+            *self._admin.handlers.items(),
+            (("GET", STATE), self._dashboard.state),
+        ]:
             handlers[key] = partial(self._administer, handler=handler)
         return handlers
 
@@ -170,7 +177,7 @@ class RouterServer:
             answer.force_close()
         if self.core.admission.is_draining and not answer.prepared:
             answer.force_close()
-        if handler is not None:
+        if handler is not None and not request.path.startswith(PAGE):  # which asks all the time
             self.core.forwarder.counts["answer", str(answer.status)] += 1
         return answer
 
