@@ -106,14 +106,25 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     drain_seconds: float = 30.0
 
 
+class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A model's tokenizer: its directory, and the chat template where the engine has another.
+
+    `chat_template` is what the engine was given as `--chat-template`, a file or the text itself.
+    """
+
+    path: str
+    chat_template: str | None = None
+
+
 class TokensConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How the tokens of a prompt become known.
 
     `tokenizers` maps a served model's name to a directory with its tokenizer, for prompts that are
-    tokenized here; `engine` asks an instance's `/tokenize` for all others.
+    tokenized here; `engine` asks an instance's `/tokenize` for all others. Tokenizers are held
+    against the engine in any case, by probes of our own.
     """
 
-    tokenizers: dict[str, str] = {}
+    tokenizers: dict[str, str | TokenizerConfig] = {}
     engine: bool = True
     timeout_seconds: float = 1.0
     cached_prompts: int = 1_024

@@ -5,23 +5,28 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from opal_connector.cluster.router.access import read_key
-from opal_connector.cluster.router.admission import Admission
+from opal_connector.cluster.router.admission import Admission, Placement
 from opal_connector.cluster.router.audit import Audit
 from opal_connector.cluster.router.config import InstanceConfig, RouterConfig
 from opal_connector.cluster.router.decide import Router
 from opal_connector.cluster.router.forwarding import Forwarder
 from opal_connector.cluster.router.health import HealthWatch, ask
 from opal_connector.cluster.router.instances import Fleet, Instance
-from opal_connector.cluster.router.local_tokens import LocalTokens, load_tokenizers
+from opal_connector.cluster.router.local_tokenizer import load_tokenizers
+from opal_connector.cluster.router.local_tokens import LocalTokens
 from opal_connector.cluster.router.prompt_tokens import BodyTokens, EngineTokens, PromptTokens
-from opal_connector.cluster.router.sources import ClusterIndex, EventSources
+from opal_connector.cluster.router.self_check import EventCheck
+from opal_connector.cluster.router.sources import POLL_SECONDS, ClusterIndex, EventSources
 from opal_connector.cluster.router.upstream import UpstreamBroken
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
+_PROBE_SECONDS = 0.2
+_LONGEST_PROBE_SECONDS = 60.0
 
 
 class RouterCore:
@@ -48,11 +53,15 @@ class RouterCore:
         self.audit = Audit(config.audit, self.sources.resync)
         self.engine_tokens = EngineTokens(config.tokens, self._names_of, self._tokenize)
         tokens: list[PromptTokens] = [BodyTokens(self._names_of)]
-        engine = self.engine_tokens if config.tokens.engine else None
-        self.local_tokens = LocalTokens(load_tokenizers(config.tokens), self._names_of, engine)
+        self.local_tokens = LocalTokens(
+            load_tokenizers(config.tokens),
+            self._names_of,
+            self.engine_tokens,
+            asks_engine=config.tokens.engine,
+        )
         tokens.append(self.local_tokens)
-        if engine is not None:
-            tokens.append(engine)
+        if config.tokens.engine:
+            tokens.append(self.engine_tokens)
         self.forwarder = Forwarder(
             self.router,
             self.fleet,
@@ -61,18 +70,24 @@ class RouterCore:
             tokens,
             hides_authorization=config.security.api_key_env is not None,
         )
-        self.forwarder.on_cached = self.audit.see
+        self.event_check = EventCheck(self.index, self.router)
+        self.forwarder.on_cached = self._on_answer
         self.forwarder.on_failure = self.health.failed
+        self._checking: asyncio.Task[None] | None = None
+        self.collectors: list[Any] = []  # of those that have more to tell on /metrics
         self.deaths = 0
         self.forgotten_blocks = 0
 
     async def start(self) -> None:
         """Know the instances, and whether they are well."""
         self.sources.start()
+        self._checking = asyncio.create_task(self._check())
         await asyncio.gather(*(self.add(instance) for instance in self.config.instances))
 
     async def close(self) -> None:
         """Let everything go."""
+        if self._checking is not None:
+            self._checking.cancel()
         self.local_tokens.close()
         await self.health.close()
         await self.sources.close()
@@ -129,6 +144,23 @@ class RouterCore:
         instance.pool.close()
 
     # ---- inside ----
+
+    async def _check(self) -> None:
+        """Hold tokenizers and events against the engines."""
+        probe_at, wait_seconds = 0.0, _PROBE_SECONDS
+        while True:
+            now = time.monotonic()
+            self.event_check.look(now)
+            if self.local_tokens.unprobed and now >= probe_at:
+                for model in list(self.local_tokens.unprobed):
+                    if self.fleet.well(now, model, ()) and not await self.local_tokens.probe(model):
+                        wait_seconds = min(2 * wait_seconds, _LONGEST_PROBE_SECONDS)
+                probe_at = time.monotonic() + wait_seconds
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _on_answer(self, placement: Placement, cached_tokens: int | None) -> None:
+        self.audit.see(placement, cached_tokens)
+        self.event_check.see(placement)
 
     def _on_death(self, instance: Instance) -> None:
         blocks = self.sources.forget_volatile(instance)

@@ -1,7 +1,7 @@
 """`Router`: from what is known of the workers to where a request goes. No I/O, no clock."""
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
@@ -59,8 +59,8 @@ class RouteDecision(msgspec.Struct, frozen=True, kw_only=True):
 class Router:
     """Decides, and counts what it has sent.
 
-    Mutable state: the loads, the predictions by model and the sessions; the KVBM is its owner's.
-    Used by one thread.
+    Mutable state: the loads, the predictions by model, the sessions and who is not believed; the
+    KVBM is its owner's. Used by one thread.
 
     Args:
         kvbm: What the workers hold; kept up to date by whoever owns it.
@@ -89,6 +89,8 @@ class Router:
         self.loads = LoadBook()
         self._predictions: dict[tuple[str, int], Predictions] = {}
         self.sessions = SessionAffinity(affinity)
+        self.disbelieved: set[str] = set()
+        self.on_begin: Callable[[RouteQuestion, RouteDecision], None] = _nobody_listens
 
     def set_policy(self, name: str) -> None:
         """Decide by another policy from now on.
@@ -98,6 +100,13 @@ class Router:
         """
         self._policy(name)
         self.policy_name = name
+
+    def believe(self, worker_id: str, *, is_believed: bool) -> None:
+        """Whether what a worker is known to hold, or is about to, counts for it."""
+        if is_believed:
+            self.disbelieved.discard(worker_id)
+        else:
+            self.disbelieved.add(worker_id)
 
     def decide(
         self, question: RouteQuestion, workers: Collection[str], now: float
@@ -115,6 +124,9 @@ class Router:
         prefixes = () if question.prefix is None else tuple(self._kvbm.hashed(question.prefix))
         matches = self._kvbm.match_hashed(prefixes)
         predicted = self._predicted_tokens(prefixes, now)
+        for worker_id in self.disbelieved:
+            matches.pop(worker_id, None)
+            predicted.pop(worker_id, None)
         candidates = [
             self._candidate(
                 worker_id, matches.get(worker_id, _NO_MATCH), predicted.get(worker_id, 0), now
@@ -165,6 +177,7 @@ class Router:
             bit = prefix.places.names.bits.get(decision.worker_id, 0)
             if bit & prefix.workers:
                 self._of(prefix.places).expect(question.request_id, bit, prefix.hashes)
+        self.on_begin(question, decision)
 
     def first_token(self, request_id: str) -> None:
         """The first byte of the answer is here: the prompt is computed."""
@@ -180,6 +193,7 @@ class Router:
         """A worker is about to leave the KVBM: what was under way there goes, and its sessions."""
         self.loads.remove_worker(worker_id)
         self.sessions.forget_worker(worker_id)
+        self.disbelieved.discard(worker_id)
         for places in self._kvbm.models():
             bit = places.names.bits.get(worker_id)
             if bit is not None:
@@ -232,6 +246,10 @@ class Router:
             return True
         best = choice.costs[choice.worker_id].first_token_seconds
         return choice.costs[worker_id].first_token_seconds <= settings.soft_factor * best
+
+
+def _nobody_listens(_question: RouteQuestion, _decision: RouteDecision) -> None:
+    """Until somebody does."""
 
 
 def _fetch_speeds(description: InstanceDescription, system: SystemEvent) -> dict[str, float]:

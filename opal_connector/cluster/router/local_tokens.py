@@ -1,17 +1,16 @@
-"""Prompts to tokens in the router itself, as the engine would: tokenizer and chat template."""
+"""Local tokenizers, held against the engines before and while they are believed."""
 
-import asyncio
 import json
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from opal_connector.cluster.request import PrefixRequest
-from opal_connector.cluster.router.bodies import RequestBody
-from opal_connector.cluster.router.config import TokensConfig
+from opal_connector.cluster.router.bodies import RequestBody, read_body
+from opal_connector.cluster.router.local_tokenizer import LocalTokenizer
 from opal_connector.cluster.router.prompt_tokens import (
     CHAT,
     COMPLETIONS,
@@ -19,225 +18,132 @@ from opal_connector.cluster.router.prompt_tokens import (
     PromptTokens,
     prefix_request,
 )
-from opal_connector.cluster.router.segments_cache import SegmentedTokenizer
-from opal_connector.config import ConfigError
-from opal_connector.reports import RateLimitedWarnings
 
 logger = logging.getLogger(__name__)
-warnings = RateLimitedWarnings(logger)
 
-_AT_ONCE_CHARACTERS: Final = 4_096  # more is tokenized in a thread, so that others are not held up
+Kind = tuple[
+    str, str
+]  # a model, and what is asked of it: "completions", "chats", "chats with tools"
+
 _COMPARED_PROMPTS: Final = 8
-_TEXT_PARTS: Final = frozenset({"text", "input_text"})
-
-
-class LocalTokenizer:
-    """Tokens of completions and chats, by a model's own tokenizer and chat template.
-
-    What it does not know how to render as the engine does (images, a template that fails) has no
-    tokens here. Texts are tokenized in one thread when they are long. Mutable state: the
-    tokenizer's cache, used by one thread at a time, which `_lock` sees to.
-
-    Args:
-        directory: The model's directory, with tokenizer files.
-
-    Raises:
-        ImportError: `transformers` is not installed.
-        OSError: The directory has no tokenizer.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        # Not at the top: it takes seconds, and only this way of getting tokens needs it.
-        from transformers import AutoTokenizer
-
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(str(directory))
-        self._tokenizer.model_max_length = 1 << 62  # the engine judges lengths
-        self._segmented = SegmentedTokenizer(self._tokenizer)
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="opal-tokens")
-        self._lock = asyncio.Lock()
-
-    async def token_ids(self, path: str, fields: Mapping[str, Any]) -> list[int] | None:
-        """The tokens of a request's prompt, None where they cannot be told here."""
-        try:
-            if path == CHAT:
-                text = self._chat_text(fields)
-                framed = bool(fields.get("add_special_tokens", False))
-            elif path == COMPLETIONS:
-                text = _only_text(fields.get("prompt"))
-                framed = bool(fields.get("add_special_tokens", True))
-            else:
-                return None
-            return None if text is None else await self._encoded(text, framed=framed)
-        except Exception as error:  # noqa: BLE001 - the engine answers what cannot be rendered here
-            warnings.warn("render", "a prompt could not be rendered here: %s", type(error).__name__)
-            return None
-
-    def close(self) -> None:
-        """End the thread."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    async def _encoded(self, text: str, *, framed: bool) -> list[int]:
-        async with self._lock:
-            if self._segmented.costs_characters(text) <= _AT_ONCE_CHARACTERS:
-                return self._segmented.encode(text, add_special_tokens=framed)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(
-                self._pool, lambda: self._segmented.encode(text, add_special_tokens=framed)
-            )
-
-    def _chat_text(self, fields: Mapping[str, Any]) -> str | None:
-        messages = _plain_messages(fields.get("messages"))
-        if messages is None:
-            return None
-        template = fields.get("chat_template")
-        rendered = self._tokenizer.apply_chat_template(
-            messages,
-            tools=fields.get("tools") or None,
-            documents=fields.get("documents") or None,
-            chat_template=template if isinstance(template, str) else None,
-            add_generation_prompt=bool(fields.get("add_generation_prompt", True)),
-            continue_final_message=bool(fields.get("continue_final_message", False)),
-            tokenize=False,
-            **_template_arguments(fields.get("chat_template_kwargs")),
-        )
-        return rendered if isinstance(rendered, str) else None
+_PROBE: Final = "The quick brown fox, 1234567 naïve façades; 東京 🦊\n\tdef f(x):  return x**2 "
 
 
 class LocalTokens:
     """Prompts by local tokenizers, which are held against the engine before they are believed.
 
-    The first prompts of every model are asked of the engine as well. One difference, and the
-    tokenizer is given up, loudly: what it says would be routed to the wrong place in silence.
-    Mutable state: how many prompts agreed, by model, and who was given up; the loop's thread alone
-    uses it.
+    Probes are asked of the engine when it is well, and then the first prompts of every kind. One
+    difference, and the tokenizer is given up for that kind, loudly: what it says would be routed to
+    the wrong place in silence. Mutable state: how many prompts agreed, by kind, which models were
+    probed and what was given up; the loop's thread alone uses it.
 
     Args:
         tokenizers: By the name that the model is served by.
         names_of: Tells a model from an adapter.
-        engine: Whom to compare with; None believes without.
+        engine: Whom to compare with.
+        asks_engine: Whether prompts of users may be asked of the engine, beside the probes.
     """
 
     def __init__(
         self,
         tokenizers: Mapping[str, LocalTokenizer],
         names_of: NamesOf,
-        engine: PromptTokens | None,
+        engine: PromptTokens,
+        *,
+        asks_engine: bool = True,
     ) -> None:
         self._tokenizers = dict(tokenizers)
         self._names_of = names_of
         self._engine = engine
-        self.agreed: Counter[str] = Counter()
-        self.given_up: set[str] = set()
+        self._asks_engine = asks_engine
+        self.agreed: Counter[Kind] = Counter()
+        self.given_up: set[Kind] = set()
+        self.unprobed = set(self._tokenizers)
 
     async def tokens(self, path: str, body: RequestBody) -> PrefixRequest | None:
         """The prompt as the model's tokenizer splits it, None where that is not known."""
+        if body.fields is None or path not in (CHAT, COMPLETIONS):
+            return None
         model = self._model(body.model)
-        if model is None or body.fields is None or path not in (CHAT, COMPLETIONS):
+        if model is None:
+            return None
+        kind = (model, _use(path, body))
+        if kind in self.given_up:
             return None
         ids = await self._tokenizers[model].token_ids(path, json.loads(body.raw))
         if ids is None:
             return None
-        request = prefix_request(body, ids, self._names_of)
-        if self._engine is None or self.agreed[model] >= _COMPARED_PROMPTS:
-            return request
-        told = await self._engine.tokens(path, body)
-        if told is None:
-            return request
-        if told.token_ids == ids:
-            self.agreed[model] += 1
-            return request
-        self.given_up.add(model)
-        logger.error(
-            "the tokenizer given for %s does not split prompts as the engine does; "
-            "it is not used any more",
-            model,
-        )
-        return told
+        if not self._asks_engine or self.agreed[kind] >= _COMPARED_PROMPTS:
+            return prefix_request(body, ids, self._names_of)
+        return await self._compared(kind, path, body, ids)
+
+    async def probe(self, model: str) -> bool:
+        """Compare what is asked of no user; returns whether the engine told."""
+        for path, fields in _probes(model):
+            body = read_body(msgspec.json.encode(fields))
+            ids = await self._tokenizers[model].token_ids(path, fields)
+            if ids is None:
+                continue
+            agreed = self.agreed.total()
+            told = await self._compared((model, _use(path, body)), path, body, ids)
+            if told.token_ids == ids and self.agreed.total() == agreed:
+                return False
+        self.unprobed.discard(model)
+        return True
 
     def close(self) -> None:
         """End the tokenizers' threads."""
         for tokenizer in self._tokenizers.values():
             tokenizer.close()
 
+    async def _compared(
+        self, kind: Kind, path: str, body: RequestBody, ids: list[int]
+    ) -> PrefixRequest:
+        """What the engine says, if it says anything; else what was found here."""
+        told = await self._engine.tokens(path, body)
+        if told is None:
+            return prefix_request(body, ids, self._names_of)
+        if told.token_ids == ids:
+            self.agreed[kind] += 1
+            return told
+        if kind not in self.given_up:
+            self.given_up.add(kind)
+            logger.error(
+                "the tokenizer given for %s does not split %s as the engine does: "
+                "it is not used for them any more",
+                *kind,
+            )
+        return told
+
     def _model(self, name: str | None) -> str | None:
         """The model whose tokenizer counts: an adapter has that of its model."""
         served, _ = self._names_of(name)
         if served is None and len(self._tokenizers) == 1:
             served = next(iter(self._tokenizers))
-        if served not in self._tokenizers or served in self.given_up:
-            return None
-        return served
+        return served if served in self._tokenizers else None
 
 
-def load_tokenizers(config: TokensConfig) -> dict[str, LocalTokenizer]:
-    """The tokenizers of a configuration, by model. Blocks for seconds where there are any.
-
-    Raises:
-        ConfigError: One of them cannot be loaded.
-    """
-    loaded: dict[str, LocalTokenizer] = {}
-    for model, directory in config.tokenizers.items():
-        try:
-            loaded[model] = LocalTokenizer(Path(directory).expanduser())
-        except ImportError:
-            raise ConfigError(
-                f"tokens.tokenizers.{model}: needs the package transformers, which is not installed"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"tokens.tokenizers.{model}: found {directory!r}, "
-                f"which has no tokenizer that can be loaded ({type(error).__name__})"
-            ) from None
-    return loaded
+def _use(path: str, body: RequestBody) -> str:
+    if path == COMPLETIONS:
+        return "completions"
+    tools = bytes(body.fields.tools) if body.fields is not None else b""
+    return "chats" if tools in (b"", b"null", b"[]") else "chats with tools"
 
 
-def _only_text(prompt: Any) -> str | None:
-    """The prompt of a completion, where it is one text."""
-    if isinstance(prompt, list) and len(prompt) == 1:
-        prompt = prompt[0]
-    return prompt if isinstance(prompt, str) else None
-
-
-def _plain_messages(messages: Any) -> list[dict[str, Any]] | None:
-    """Messages with contents of text alone, as a template wants them; None for any other."""
-    if not isinstance(messages, list) or not messages:
-        return None
-    plain: list[dict[str, Any]] = []
-    for message in messages:
-        if not isinstance(message, dict):
-            return None
-        content = message.get("content")
-        if isinstance(content, list):
-            texts = [part.get("text") for part in content if _is_text(part)]
-            if len(texts) != len(content):
-                return None
-            message = {**message, "content": "\n".join(map(str, texts))}
-        plain.append(_with_parsed_calls(message))
-    return plain
-
-
-def _with_parsed_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with the arguments of its tool calls as objects: templates get them like that."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    parsed = []
-    for call in calls:
-        function = call["function"]
-        if isinstance(function.get("arguments"), str):
-            function = {**function, "arguments": json.loads(function["arguments"] or "{}")}
-        parsed.append({**call, "function": function})
-    return {**message, "tool_calls": parsed}
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in _TEXT_PARTS
-
-
-def _template_arguments(given: Any) -> dict[str, Any]:
-    own = {"tokenize", "tools", "documents", "chat_template", "conversation"}
-    return (
-        {name: value for name, value in given.items() if name not in own}
-        if isinstance(given, dict)
-        else {}
-    )
+def _probes(model: str) -> list[tuple[str, dict[str, Any]]]:
+    """What templates and tokenizers differ in: specials, roles, spaces, other scripts, tools."""
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    function = {"name": "weather", "description": "Tells it.", "parameters": parameters}
+    messages = [
+        {"role": "system", "content": _PROBE},
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": " two "},
+        {"role": "user", "content": _PROBE},
+    ]
+    tools = [{"type": "function", "function": function}]
+    return [
+        (COMPLETIONS, {"model": model, "prompt": _PROBE}),
+        (CHAT, {"model": model, "messages": messages[1:2]}),
+        (CHAT, {"model": model, "messages": messages}),
+        (CHAT, {"model": model, "messages": messages, "tools": tools}),
+    ]

@@ -125,6 +125,22 @@ class RouterCollector:
             ("worker",),
             (((worker,), found.trust) for worker, found in workers),
         )
+        yield _gauge(
+            "events_match",
+            "Whether a worker announces the blocks of the prompts that it answered.",
+            ("worker",),
+            (
+                ((worker,), float(check.matches))
+                for worker, check in self._core.event_check.workers.items()
+                if check.matches is not None
+            ),
+        )
+        yield _gauge(
+            "tokenizer_given_up",
+            "Tokenizers that do not split prompts as the engine does.",
+            ("model", "kind"),
+            ((kind, 1.0) for kind in self._core.local_tokens.given_up),
+        )
         yield _counter("audit_uncounted", "Answers that do not say.", (), [((), audit.uncounted)])
         family = HistogramMetricFamily(
             _PREFIX + "audit_difference_tokens", "Cached minus expected tokens.", labels=["worker"]
@@ -157,7 +173,8 @@ class RouterCollector:
 def exposition(core: RouterCore) -> bytes:
     """All figures as text."""
     registry = CollectorRegistry()
-    registry.register(RouterCollector(core))
+    for collector in (RouterCollector(core), *core.collectors):
+        registry.register(collector)
     text: bytes = generate_latest(registry)
     return text
 

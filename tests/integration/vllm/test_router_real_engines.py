@@ -9,15 +9,17 @@ import pytest
 from live_server import Server, _wait_until_healthy, kill_group, start_server
 from router_world import QUICK, eventually
 
-from opal_connector.cli.models import ensure_tiny_llama
+from opal_connector.cli.models import ensure_smollm2, ensure_tiny_llama
 from opal_connector.cli.server_process import free_port
-from opal_connector.cluster.router.config import router_config
+from opal_connector.cluster.router.config import RouterConfig, router_config
 from opal_connector.cluster.router.instances import Health
 from opal_connector.cluster.router.server import RouterServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-TOKENS = {"timeout_seconds": 20.0, "tokenizers": {"model": str(ensure_tiny_llama())}}
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+RIGHT = {"path": str(ensure_smollm2(layers=4)), "chat_template": TEMPLATE}
+WRONG = str(ensure_tiny_llama())
 SYSTEM = "You are a careful assistant who answers in one word. " * 40
 
 
@@ -36,8 +38,7 @@ def _start(directory: Path, name: str) -> tuple[Server, str]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
     }
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-    return start_server(directory, "--chat-template", template, transfer_config=config), events
+    return start_server(directory, "--chat-template", TEMPLATE, transfer_config=config), events
 
 
 def _chat(question: str, **more: Any) -> dict[str, Any]:
@@ -54,10 +55,8 @@ def test_two_real_servers_behind_one_router(tmp_path: Path) -> None:
             {"url": str(server.http.base_url).rstrip("/"), "events": events, "name": name}
             for name, (server, events) in servers.items()
         ]
-        router = RouterServer(
-            router_config({**QUICK, "tokens": TOKENS, "instances": instances}),
-            {},
-        )
+        await _a_wrong_tokenizer_is_given_up(instances)
+        router = RouterServer(_configuration(instances, RIGHT), {})
         await router.start()
         try:
             async with aiohttp.ClientSession() as client:
@@ -73,6 +72,27 @@ def test_two_real_servers_behind_one_router(tmp_path: Path) -> None:
         for server, _ in servers.values():
             server.http.close()
             kill_group(server.process)
+
+
+def _configuration(instances: list[dict[str, Any]], tokenizer: Any) -> RouterConfig:
+    tokens = {"timeout_seconds": 20.0, "tokenizers": {"model": tokenizer}}
+    return router_config({**QUICK, "tokens": tokens, "instances": instances})
+
+
+async def _a_wrong_tokenizer_is_given_up(instances: list[dict[str, Any]]) -> None:
+    """Before any client asks: the probes are enough."""
+    router = RouterServer(_configuration(instances, WRONG), {})
+    await router.start()
+    try:
+        tokens = router.core.local_tokens
+        await eventually(lambda: not tokens.unprobed, "the probes")
+        assert tokens.given_up == {
+            ("model", "completions"),
+            ("model", "chats"),
+            ("model", "chats with tools"),
+        }
+    finally:
+        await router.close()
 
 
 async def _ask_all(
@@ -102,8 +122,10 @@ async def _ask_all(
         assert 0 < expected <= found["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert router.core.audit.workers[owner].trust > 0.99
 
-    # The servers' chat template is not the tokenizer's: that was found, and the engine asked.
-    assert router.core.local_tokens.given_up == {"model"}
+    # The tokenizer was held against the engine, by probes and by these chats, and was right.
+    assert not router.core.local_tokens.given_up
+    assert router.core.local_tokens.agreed["model", "chats"] > 4
+    assert router.core.event_check.workers[owner].matches
 
     killed = servers[owner]
     stream = _chat("Tell me all.", stream=True, max_tokens=1_500, ignore_eos=True)

@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from opal_connector.cluster.request import PrefixRequest
 from opal_connector.cluster.router.bodies import RequestBody, read_body
-from opal_connector.cluster.router.config import TokensConfig
-from opal_connector.cluster.router.local_tokens import LocalTokenizer, LocalTokens, load_tokenizers
+from opal_connector.cluster.router.config import TokenizerConfig, TokensConfig
+from opal_connector.cluster.router.local_tokenizer import LocalTokenizer, load_tokenizers
+from opal_connector.cluster.router.local_tokens import LocalTokens
 from opal_connector.cluster.router.segments_cache import SegmentedTokenizer
 from opal_connector.config import ConfigError
 
@@ -160,9 +161,11 @@ def test_a_tokenizer_is_compared_with_the_engine_at_first_and_then_believed(
     local: LocalTokenizer,
 ) -> None:
     ids = make_tokenizer()("the fox").input_ids
+    request = PrefixRequest(token_ids=ids, model="m", lora_name="poet", cache_salt="s")
     engine = Engine(ids)
     found = route(LocalTokens({"m": local}, names, engine), 20, cache_salt="s", model="poet")
-    assert found == [PrefixRequest(token_ids=ids, model="m", lora_name="poet", cache_salt="s")] * 20
+    assert [one and one.token_ids for one in found] == [ids] * 20
+    assert found[-1] == request
     assert engine.asked == 8
 
 
@@ -174,16 +177,90 @@ def test_one_difference_and_the_tokenizer_is_given_up_loudly(
     first, *others = route(tokens, 3)
     assert first == PrefixRequest(token_ids=[1, 2, 3])
     assert others == [None, None]
-    assert "does not split prompts as the engine does" in caplog.text
+    assert "given for m does not split completions as the engine does" in caplog.text
 
 
-def test_an_engine_that_says_nothing_leaves_the_tokenizer_believed(local: LocalTokenizer) -> None:
+def test_what_users_ask_is_not_asked_of_an_engine_that_is_not_to_be_asked(
+    local: LocalTokenizer,
+) -> None:
+    engine = Engine([1, 2, 3])
+    (found,) = route(LocalTokens({"m": local}, names, engine, asks_engine=False), 1)
+    assert found is not None
+    assert engine.asked == 0
+
+
+class Rendering:
+    """An engine with a tokenizer and template of its own; `silent` says nothing."""
+
+    def __init__(self, local: LocalTokenizer, *, silent: bool = False) -> None:
+        self._local = local
+        self.silent = silent
+
+    async def tokens(self, path: str, body: RequestBody) -> PrefixRequest | None:
+        ids = await self._local.token_ids(path, json.loads(body.raw))
+        return None if ids is None or self.silent else PrefixRequest(token_ids=ids)
+
+
+def test_a_probe_finds_a_tokenizer_right_before_anybody_asks(local: LocalTokenizer) -> None:
+    tokens = LocalTokens({"m": local}, names, Rendering(local))
+    assert asyncio.run(tokens.probe("m"))
+    assert not tokens.given_up
+    assert not tokens.unprobed
+    assert tokens.agreed == {
+        ("m", "completions"): 1,
+        ("m", "chats"): 2,
+        ("m", "chats with tools"): 1,
+    }
+
+
+def test_a_probe_finds_another_chat_template_and_leaves_completions_alone(
+    local: LocalTokenizer, model_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine was started with `--chat-template`: its chats are others, its texts the same."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    other = LocalTokenizer(model_directory, template)
+    tokens = LocalTokens({"m": local}, names, Rendering(other))
+    assert asyncio.run(tokens.probe("m"))
+    assert tokens.given_up == {("m", "chats"), ("m", "chats with tools")}
+    assert "given for m does not split chats as the engine does" in caplog.text
+    (found,) = route(tokens, 1)
+    assert found is not None
+    other.close()
+
+
+def test_with_the_engines_template_chats_are_right(
+    local: LocalTokenizer, model_directory: Path, tmp_path: Path
+) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    (tmp_path / "template.jinja").write_text(template)
+    engine = Rendering(LocalTokenizer(model_directory, template))
+    for given in (template, str(tmp_path / "template.jinja")):
+        config = TokenizerConfig(path=str(model_directory), chat_template=given)
+        loaded = load_tokenizers(TokensConfig(tokenizers={"m": config}))
+        tokens = LocalTokens(loaded, names, engine)
+        assert asyncio.run(tokens.probe("m"))
+        assert not tokens.given_up
+        tokens.close()
+
+
+def test_a_template_that_cannot_be_read_is_one_sentence(model_directory: Path) -> None:
+    config = TokenizerConfig(path=str(model_directory), chat_template="nowhere.jinja")
+    with pytest.raises(ConfigError, match=r"tokens\.tokenizers\.m\.chat_template: found 'nowhere"):
+        load_tokenizers(TokensConfig(tokenizers={"m": config}))
+
+
+def test_an_engine_that_says_nothing_leaves_the_tokenizer_believed_and_to_be_probed_again(
+    local: LocalTokenizer,
+) -> None:
     (found,) = route(LocalTokens({"m": local}, names, Engine(None)), 1)
     assert found is not None
+    tokens = LocalTokens({"m": local}, names, Rendering(local, silent=True))
+    assert not asyncio.run(tokens.probe("m"))
+    assert tokens.unprobed == {"m"}
 
 
 def test_of_a_model_without_a_tokenizer_nothing_is_known_here(local: LocalTokenizer) -> None:
-    assert route(LocalTokens({"m": local}, names, None), 1, model="other") == [None]
+    assert route(LocalTokens({"m": local}, names, Engine(None)), 1, model="other") == [None]
 
 
 @pytest.mark.parametrize(
