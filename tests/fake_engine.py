@@ -4,89 +4,20 @@ import asyncio
 import json
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 from aiohttp import web
+from fake_channel import BLOCK_TOKENS, DISK, HOST, Device, Source, adapter_of
 
 from opal_connector.cli.server_process import free_port
 from opal_connector.cluster.publisher import ChannelSettings, Publisher
 from opal_connector.config import Endpoint
 from opal_connector.events import DEVICE_TIER, Delete, Insert, KVCEvent, ObjectFact
-from opal_connector.events.channel import InstanceDescription, SystemEvent, TierDescription
 from opal_connector.keys import CHAIN_ROOT, RequestIdentity, TokenChain
 
-BLOCK_TOKENS = 16
 MODEL = "fake-model"
-DISK = "LocalNVMe"
+PLAIN = RequestIdentity()
 _PATIENCE_SECONDS = 10.0
-
-Block = tuple[bytes, bytes]
-
-
-class _Device:
-    """What the publisher's thread was told of the device's blocks; it alone uses this."""
-
-    def __init__(self) -> None:
-        self._held: dict[bytes, bytes] = {}
-        self.is_complete = True
-        self.groups = (0,)
-
-    def translate(self, raw: KVCEvent) -> list[KVCEvent]:
-        fact = raw.fact
-        run = fact.block_hashes
-        parent = fact.parent_hash
-        for start in range(0, len(run), 32):
-            block = run[start : start + 32]
-            if isinstance(raw, Insert):
-                self._held[block] = parent
-            else:
-                self._held.pop(block, None)
-            parent = block
-        return [raw]
-
-    def held(self, group: int) -> list[Block]:
-        return [(parent, block) for block, parent in self._held.items()]
-
-    def forget(self) -> None:
-        self._held.clear()
-
-
-class _Source:
-    """The instance as its publisher sees it."""
-
-    is_ready = True
-    places = ((0, DISK),)
-
-    def __init__(self, engine: "FakeEngine") -> None:
-        self._engine = engine
-        self.model = engine.model
-        self.block_tokens = BLOCK_TOKENS
-
-    def describe(self, instance_id: str, incarnation: int) -> InstanceDescription:
-        return InstanceDescription(
-            instance_id=instance_id,
-            incarnation=incarnation,
-            model=self.model,
-            block_tokens=BLOCK_TOKENS,
-            tiers=(TierDescription(DISK, is_persistent=True),),
-        )
-
-    def system(self) -> SystemEvent:
-        return SystemEvent(
-            queue_depth=self._engine.running,
-            running=self._engine.running,
-            prefill_tokens_per_second=self._engine.prefill_tokens_per_second,
-        )
-
-    def is_complete(self, tier: str) -> bool:
-        return True
-
-    def list_facts(self, group: int, tier: str) -> Iterator[ObjectFact]:
-        return iter(list(self._engine.on_disk))
-
-    def pass_lock(self) -> None:
-        """One thread changes it, and says so at once."""
 
 
 class FakeEngine:
@@ -107,10 +38,17 @@ class FakeEngine:
         has_events: bool = True,
         says_cached: bool = True,
         is_cache_on: bool = True,
+        replay_bytes: int = 64 << 20,
+        adapters: tuple[str, ...] = (),
     ) -> None:
         self.name = name
         self.model = model
-        self.models: list[dict[str, Any]] = [{"id": model, "object": "model", "parent": None}]
+        self.adapters = adapters
+        parents = {model: None, **dict.fromkeys(adapters, model)}
+        self.models: list[dict[str, Any]] = [
+            {"id": name, "object": "model", "parent": parent} for name, parent in parents.items()
+        ]
+        self.load_seconds_per_byte: float | None = None  # of the host's memory
         self.prefill_tokens_per_second = prefill_tokens_per_second
         self.token_seconds = token_seconds
         self.says_cached = says_cached
@@ -121,15 +59,20 @@ class FakeEngine:
         self.health_status = 200
         self.tokenize_seconds = 0.0
         self.step: asyncio.Semaphore | None = None  # a stream takes one before each event
+        self.on_host: list[ObjectFact] = []
         self.on_disk: list[ObjectFact] = []
+        self.streamed_events = 0
+        self.padding = ""  # of every event of a stream
         self.running = 0
         self.prefilled_tokens = 0
+        self.hit_tokens = 0
         self.ended: Counter[str] = Counter()
         self.seen: list[tuple[str, list[tuple[bytes, bytes]], bytes]] = []
         self._cache: OrderedDict[bytes, bytes] = OrderedDict()
         self._cache_blocks = cache_blocks
         self._prefill = asyncio.Lock()
         self._has_events = has_events
+        self._replay_bytes = replay_bytes
         self._publisher: Publisher | None = None
         self._runner: web.ServerRunner | None = None
         self.port = 0
@@ -159,9 +102,10 @@ class FakeEngine:
             instance_id=self.name,
             coalesce_seconds=0.005,
             heartbeat_seconds=0.1,
+            replay_bytes=self._replay_bytes,
         )
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        publisher = Publisher(settings, _Source(self), _Device())
+        publisher = Publisher(settings, Source(self), Device())
         publisher.start()
         while publisher.publish_endpoint is None:  # perhaps its port is still in use
             assert time.monotonic() < deadline, "the channel does not open"
@@ -191,6 +135,7 @@ class FakeEngine:
         if publisher is not None:
             await asyncio.to_thread(publisher.close)
         self._cache.clear()
+        self.on_host.clear()
         self.running = 0
         await self.listen()
         if publisher is not None:
@@ -206,6 +151,13 @@ class FakeEngine:
         assert self._publisher.endpoint is not None
         return self._publisher.endpoint.announced
 
+    @property
+    def stream(self) -> str:
+        """Where the events are published."""
+        assert self._publisher is not None
+        assert self._publisher.publish_endpoint is not None
+        return self._publisher.publish_endpoint.announced
+
     def config(self, **changes: Any) -> dict[str, Any]:
         """What a router is told about it."""
         events = {"events": self.events} if self._has_events else {}
@@ -213,24 +165,24 @@ class FakeEngine:
 
     # ---- its cache ----
 
-    def hashes(self, token_ids: list[int]) -> list[bytes]:
-        chain = TokenChain(RequestIdentity(), BLOCK_TOKENS)
+    def hashes(self, token_ids: list[int], identity: RequestIdentity = PLAIN) -> list[bytes]:
+        chain = TokenChain(identity, BLOCK_TOKENS)
         chain.extend(token_ids)
         return chain.hashes
 
-    def cached_tokens(self, token_ids: list[int]) -> int:
+    def cached_tokens(self, token_ids: list[int], identity: RequestIdentity = PLAIN) -> int:
         """Whole blocks from the start, but never the whole prompt."""
         blocks = 0
-        for block in self.hashes(token_ids)[: (len(token_ids) - 1) // BLOCK_TOKENS]:
+        for block in self.hashes(token_ids, identity)[: (len(token_ids) - 1) // BLOCK_TOKENS]:
             if block not in self._cache:
                 break
             blocks += 1
         return blocks * BLOCK_TOKENS
 
-    def store(self, token_ids: list[int]) -> None:
+    def store(self, token_ids: list[int], identity: RequestIdentity = PLAIN) -> None:
         """The blocks of a prompt are on the device now, and that is said."""
         parent = CHAIN_ROOT
-        for block in self.hashes(token_ids):
+        for block in self.hashes(token_ids, identity):
             if block not in self._cache:
                 self._tell(Insert(ObjectFact(0, parent, block), DEVICE_TIER))
             self._cache[block] = parent
@@ -240,11 +192,12 @@ class FakeEngine:
             block, parent = self._cache.popitem(last=False)
             self._tell(Delete(ObjectFact(0, parent, block), DEVICE_TIER))
 
-    def store_on_disk(self, token_ids: list[int]) -> None:
+    def store_below(self, token_ids: list[int], tier: str = DISK) -> None:
+        """The blocks of a prompt are in a tier below the device, and that is said."""
         fact = ObjectFact(0, CHAIN_ROOT, b"".join(self.hashes(token_ids)))
-        self.on_disk.append(fact)
+        (self.on_host if tier == HOST else self.on_disk).append(fact)
         assert self._publisher is not None
-        self._publisher.hear(Insert(fact, DISK))
+        self._publisher.hear(Insert(fact, tier))
 
     def lose_silently(self) -> None:
         """The cache is gone, and nobody is told."""
@@ -262,6 +215,8 @@ class FakeEngine:
             return web.Response(status=self.health_status)
         if path == "/v1/models":
             return web.json_response({"object": "list", "data": self.models})
+        if path == "/metrics":
+            return web.Response(text=self._metrics())
         request._client_max_size = 1 << 30
         raw = await request.read()
         self.seen.append((path, list(request.raw_headers), raw))
@@ -288,6 +243,10 @@ class FakeEngine:
             return web.json_response({"error": {"message": "bad JSON"}}, status=400)
         return await self._complete(request, body, fault)
 
+    def _metrics(self) -> str:
+        name = "vllm:prompt_tokens_cached_by_source_total"
+        return f'# TYPE {name} counter\n{name}{{source="device"}} {self.hit_tokens}\n'
+
     def _take_fault(self) -> str | int | None:
         fault = self.fault
         if fault is not None and self.fault_count is not None:
@@ -306,6 +265,10 @@ class FakeEngine:
         finally:
             self.running -= 1
 
+    def _identity(self, body: dict[str, Any]) -> RequestIdentity:
+        lora = adapter_of(body["model"]) if body.get("model") in self.adapters else None
+        return RequestIdentity(lora=lora, cache_salt=body.get("cache_salt"))
+
     @staticmethod
     def _tokens(body: dict[str, Any]) -> list[int]:
         prompt = body.get("prompt", body.get("input", ""))
@@ -322,11 +285,13 @@ class FakeEngine:
         try:
             token_ids = self._tokens(body)
             async with self._prefill:
-                cached = self.cached_tokens(token_ids)
+                identity = self._identity(body)
+                cached = self.cached_tokens(token_ids, identity)
                 self.prefilled_tokens += len(token_ids) - cached
+                self.hit_tokens += cached
                 await asyncio.sleep((len(token_ids) - cached) / self.prefill_tokens_per_second)
                 if self.is_cache_on:
-                    self.store(token_ids)
+                    self.store(token_ids, identity)
             count = int(body.get("max_tokens") or 4)
             usage = self._usage(len(token_ids), cached, count)
             if body.get("stream"):
@@ -357,7 +322,8 @@ class FakeEngine:
         for number in range(int(body.get("max_tokens") or 4)):
             if self.step is not None:
                 await self.step.acquire()
-            event = {"id": "1", "choices": [{"index": 0, "text": f"t{number}"}], "usage": None}
+            text = f"t{number}{self.padding}"
+            event = {"id": "1", "choices": [{"index": 0, "text": text}], "usage": None}
             data = f"data: {json.dumps(event)}\n\n".encode()
             if fault == "slow":
                 for place in range(len(data)):
@@ -365,6 +331,7 @@ class FakeEngine:
                     await asyncio.sleep(0.0005)
             else:
                 await answer.write(data)
+            self.streamed_events += 1
             if fault == "reset_mid_stream" and number == 1:
                 assert request.transport is not None
                 request.transport.abort()

@@ -7,7 +7,8 @@ import time
 
 import aiohttp
 import pytest
-from fake_engine import DISK, FakeEngine
+from fake_channel import DISK
+from fake_engine import FakeEngine
 from router_world import World, eventually, run, world
 
 from opal_connector.cluster.router.breaker import BreakerState
@@ -275,7 +276,7 @@ def test_a_dead_instances_memory_is_forgotten_at_once_and_its_disk_is_not(
         async with world(one, two) as made:
             await prefer(made, one)
             other = list(range(5_000, 5_320))
-            one.store_on_disk(other)
+            one.store_below(other)
             counts = made.core.index.workers["one"].places
             await eventually(lambda: (0, DISK) in counts and counts[0, DISK].block_count == 20)
             await one.stop_listening()
