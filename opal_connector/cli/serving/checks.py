@@ -87,6 +87,15 @@ def check_tiers(config: ServeConfig) -> None:
         refuse("tiers.DistributedFS.path", sorted(shared), "one directory that all instances mount")
 
 
+def has_shared_tier(file: ServeFile) -> bool:
+    """Whether instances have a tier in common.
+
+    Raises:
+        ConfigError: Opal's configuration has a mistake.
+    """
+    return file.tiers is not None and "DistributedFS" in _loaded(file.tiers).kvc_tiers
+
+
 def _all_instances(config: ServeConfig) -> list[InstanceSettings]:
     instances = list(config.instances)
     scaling = config.file.scaling

@@ -11,7 +11,12 @@ import msgspec
 
 from opal_connector.cli.model_store import models_directory, read_manifest
 from opal_connector.cli.models import SMOLLM2, TINY_LLAMA
-from opal_connector.cli.serving.checks import check_numbers, check_tiers, refuse
+from opal_connector.cli.serving.checks import (
+    check_numbers,
+    check_tiers,
+    has_shared_tier,
+    refuse,
+)
 from opal_connector.cli.serving.engine_arguments import OWN_FLAGS, flag_name, merged_flags
 from opal_connector.cli.serving.schema import (
     InstanceSettings,
@@ -67,6 +72,7 @@ def serve_config(given: Mapping[str, Any]) -> ServeConfig:
         model_path=model_path,
         instances=instances,
         router=_router(file, model_path, served_name),
+        has_shared_tier=has_shared_tier(file),
     )
     _check_workers(config)
     check_tiers(config)

@@ -20,8 +20,10 @@ from opal_connector.config import ConfigError
 from opal_connector.config.endpoints import PORTS_PER_RANK, parse_endpoint
 
 _VLLM: Final = ("{python}", "-m", "vllm.entrypoints.openai.api_server")
-# The router compares what was cached with what was expected.
-_FLAGS: Final = {"enable-prompt-tokens-details": True}
+_FLAGS: Final = {
+    "enable-prompt-tokens-details": True,  # the router compares what was cached with its books
+    "disable-access-log-for-endpoints": "/health,/metrics,/v1/models",  # asked every second
+}
 _ENVIRONMENT: Final = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"}
 _OFFLINE: Final = {"HF_HUB_OFFLINE": "1"}  # a local directory is all that is needed
 _RANKS: Final = "data-parallel-size"

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from typing import Final
 
@@ -20,10 +21,13 @@ from opal_connector.cli.serving.guard import Guard
 from opal_connector.cli.serving.load import instance_name
 from opal_connector.cli.serving.log_sink import LogSink
 from opal_connector.cli.serving.plans import InstancePlan, Planner
+from opal_connector.cli.serving.scaler import Scaler
 from opal_connector.cli.serving.schema import InstanceSettings, ServeConfig
+from opal_connector.cli.serving.serve_metrics import ServeCollector
 from opal_connector.cli.serving.supervisor import State, Supervisor
 from opal_connector.cluster.router.core import RouterCore
 from opal_connector.cluster.router.instances import Health, Instance
+from opal_connector.cluster.router.prewarm import Prewarm
 from opal_connector.cluster.router.server import RouterServer
 
 logger = logging.getLogger(__name__)
@@ -59,6 +63,12 @@ class RunningCluster:
         self._guard: Guard | None = None
         self._http: aiohttp.ClientSession | None = None
         self._at_once = asyncio.Event()
+        self._scaler: Scaler | None = None
+        self._prewarm: Prewarm | None = None
+        prewarm = config.file.prewarm
+        if config.has_shared_tier and prewarm.prefixes and prewarm.seconds:
+            self._prewarm = Prewarm(self.core, prewarm.prefixes, prewarm.seconds)
+        self.core.collectors.append(ServeCollector(self.supervisors, self.counts))
 
     @property
     def url(self) -> str:
@@ -86,6 +96,9 @@ class RunningCluster:
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_HEALTH_SECONDS))
         for plan in plans:
             self._supervise(plan)
+        if self.config.file.scaling.enable_scaling:
+            self._scaler = Scaler(self, self._guard, self._sink)
+            self._scaler.start()
 
     async def until_serving(self, count: int | None = None, seconds: float = 600.0) -> None:
         """Wait until so many instances, or all that the file names, take requests.
@@ -105,6 +118,15 @@ class RunningCluster:
         """The instances that take requests now."""
         now = time.monotonic()
         return [instance for instance in self.core.fleet if instance.is_well(now)]
+
+    def counts(self) -> dict[str, Counter[str]]:
+        """What was counted, by part."""
+        found: dict[str, Counter[str]] = {}
+        if self._scaler is not None:
+            found["scaling"] = self._scaler.counts
+        if self._prewarm is not None:
+            found["prewarm"] = self._prewarm.counts
+        return found
 
     # ---- one more, one less ----
 
@@ -136,6 +158,8 @@ class RunningCluster:
 
     async def stop(self) -> None:
         """Let what is under way end, for a while, and end everything."""
+        if self._scaler is not None:
+            await self._scaler.close()
         ending = asyncio.create_task(self._end())
         at_once = asyncio.create_task(self._at_once.wait())
         await asyncio.wait([ending, at_once], return_when=asyncio.FIRST_COMPLETED)
@@ -195,6 +219,8 @@ class RunningCluster:
             instance = await self.core.add(plan.router, is_held=True)
         else:
             await self.core.health.check(instance)
+        if self._prewarm is not None and instance.health is Health.UP:
+            await self._prewarm.warm(instance)
         instance.is_draining = False
         self.core.fleet.on_change()
 
@@ -205,8 +231,9 @@ class RunningCluster:
             instance.is_draining = True  # until it is ready again
             self.core.health.died(instance)
 
-    def on_failed(self, plan: InstancePlan) -> None:  # noqa: ARG002 - all are looked at
+    def on_failed(self, plan: InstancePlan) -> None:
         """There may be nobody left."""
+        self.on_end(plan)
         names = self.supervisors.keys()
         others = [one for one in self.core.fleet if one.name not in names]
         if not others and not any(one.is_active for one in self.supervisors.values()):

@@ -108,6 +108,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     instances: tuple[InstanceSettings, ...]
     router: RouterConfig
+    has_shared_tier: bool
 
     @property
     def least_instances(self) -> int:

@@ -159,10 +159,8 @@ class Supervisor:
             logger.info("%s was ready after %.1f s", plan.name, time.monotonic() - began)
             self.state = State.SERVING
             began = time.monotonic()
-            try:
-                await self._while_it_serves(process)
-            finally:
-                self._surroundings.on_end(plan)
+            await self._while_it_serves(process)
+            self._surroundings.on_end(plan)
             served_seconds = time.monotonic() - began
         process.kill()
         return await process.clear(), served_seconds

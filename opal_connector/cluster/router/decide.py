@@ -86,11 +86,11 @@ class Router:
         self._seed = seed
         self._policies: dict[str, Policy] = {"balanced": Balanced(balanced, seed)}
         self.set_policy(policy)
+        self.on_begin: Callable[[RouteQuestion, RouteDecision], None] = _nobody_listens
         self.loads = LoadBook()
         self._predictions: dict[tuple[str, int], Predictions] = {}
         self.sessions = SessionAffinity(affinity)
         self.disbelieved: set[str] = set()
-        self.on_begin: Callable[[RouteQuestion, RouteDecision], None] = _nobody_listens
 
     def set_policy(self, name: str) -> None:
         """Decide by another policy from now on.
