@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from opal_connector.cli.errors import CommandFailure
 from opal_connector.cli.progress import Reporter
+from opal_connector.cli.prometheus import Sample, sum_by_label
 
 if TYPE_CHECKING:
-    from opal_connector.cli.server_client import Answer, Sample
+    from opal_connector.cli.server_client import Answer
 
 _OUTPUT_TOKENS: Final = 24
 _ROUNDS: Final = 3
@@ -37,7 +38,7 @@ class Client(Protocol):
     def complete(self, prompt: str | list[int], *, max_tokens: int) -> "Answer":
         """A greedy completion."""
 
-    def samples(self) -> list["Sample"]:
+    def samples(self) -> list[Sample]:
         """The server's metrics now."""
 
     def reset_prefix_cache(self) -> None:
@@ -102,10 +103,8 @@ def _complete_counted(client: Client, prompt: str) -> tuple["Answer", dict[str, 
     return answer, hits
 
 
-def _external_hits(samples: list["Sample"]) -> tuple[dict[str, int], int]:
+def _external_hits(samples: list[Sample]) -> tuple[dict[str, int], int]:
     """Hit tokens by Opal's tier, and all that vLLM says came from outside the device."""
-    from opal_connector.cli.server_client import sum_by_label
-
     by_source = sum_by_label(samples, "vllm:prompt_tokens_cached_by_source_total", "source")
     external = sum(tokens for source, tokens in by_source.items() if source != "device")
     return sum_by_label(samples, "vllm:opal_hit_tokens_total", "tier"), external
@@ -150,8 +149,6 @@ def measure_elsewhere(
 
 def _await_stored(client: Client, tier: str) -> None:
     """Wait until the bytes in a tier have stopped growing."""
-    from opal_connector.cli.server_client import sum_by_label
-
     deadline = time.monotonic() + _STORED_SECONDS_MAX
     before = -1
     while time.monotonic() < deadline:

@@ -17,6 +17,11 @@ class CommandPlace(NamedTuple):
 
 
 COMMANDS: Final = {
+    "bench": CommandPlace(
+        "opal_connector.cli.bench.commands",
+        "bench",
+        "Measure an OpenAI-compatible endpoint under a workload that shares prefixes.",
+    ),
     "demo": CommandPlace(
         "opal_connector.cli.demo", "demo", "See a long prompt answered from the cache, for real."
     ),

@@ -4,9 +4,8 @@ Needs the extra `demo` (httpx).
 """
 
 import json
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
@@ -14,13 +13,11 @@ from typing import Any, Final, Self
 import httpx
 
 from opal_connector.cli.errors import CommandFailure
+from opal_connector.cli.prometheus import Sample, parse_prometheus
 
 _REQUEST_SECONDS_MAX: Final = 600.0
 _SETTLE_SECONDS_MAX: Final = 30.0
 _POLL_SECONDS: Final = 0.05
-_SAMPLE: Final = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
-_LABEL: Final = re.compile(r'(?P<name>\w+)="(?P<value>(?:[^"\\]|\\.)*)"')
-_ESCAPED: Final = re.compile(r"\\(.)")
 
 
 @dataclass(frozen=True)
@@ -31,43 +28,6 @@ class Answer:
     token_ids: tuple[int, ...]
     text: str
     prompt_tokens: int
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One line of a Prometheus exposition."""
-
-    name: str
-    labels: Mapping[str, str]
-    value: float
-
-
-def parse_prometheus(text: str) -> list[Sample]:
-    """The samples of a Prometheus text exposition; comments and what is no sample are left out."""
-    samples = []
-    for line in text.splitlines():
-        match = _SAMPLE.match(line)
-        if match is None:
-            continue
-        labels = {
-            label["name"]: _ESCAPED.sub(_unescape, label["value"])
-            for label in _LABEL.finditer(match["labels"] or "")
-        }
-        try:
-            samples.append(Sample(match["name"], labels, float(match["value"])))
-        except ValueError:
-            continue
-    return samples
-
-
-def sum_by_label(samples: list[Sample], name: str, label: str) -> dict[str, int]:
-    """A counter's total per value of one label, over all its other labels."""
-    totals: dict[str, int] = {}
-    for sample in samples:
-        if sample.name == name and label in sample.labels:
-            value = sample.labels[label]
-            totals[value] = totals.get(value, 0) + round(sample.value)
-    return totals
 
 
 def read_stream(lines: Iterator[str], clock: Callable[[], float] = time.perf_counter) -> Answer:
@@ -176,7 +136,3 @@ class ServerClient:
         if response.is_error:
             raise CommandFailure(f"The server answered {path} with {response.status_code}.")
         return response
-
-
-def _unescape(match: re.Match[str]) -> str:
-    return {"n": "\n"}.get(match[1], match[1])

@@ -7,7 +7,15 @@ from opal_connector.simulation.generator import generated_chats
 from opal_connector.simulation.replay import Replay
 from opal_connector.simulation.report import CACHE_MISS, DEVICE, ReplayReport, TierReport
 from opal_connector.simulation.settings import ReplaySettings
-from opal_connector.simulation.trace import Trace, TraceError, TraceRequest, read_trace
+from opal_connector.simulation.trace import (
+    Trace,
+    TraceError,
+    TraceLine,
+    TraceRequest,
+    content_lines,
+    read_trace,
+    read_trace_lines,
+)
 
 __all__ = [
     "BELADY",
@@ -22,8 +30,11 @@ __all__ = [
     "TierReport",
     "Trace",
     "TraceError",
+    "TraceLine",
     "TraceRequest",
+    "content_lines",
     "generated_chats",
     "read_trace",
+    "read_trace_lines",
     "replay_belady",
 ]

@@ -86,24 +86,37 @@ def read_trace(
         TraceError: A line is not what it should be, or there is none.
         OSError: The file cannot be read.
     """
-    lines = _decode(_content_lines(path), limit)
+    block_tokens, lines = read_trace_lines(path, tokens_per_id=tokens_per_id, limit=limit)
+    known: dict[tuple[bytes, int], bytes] = {}
+    requests = [
+        TraceRequest(
+            line.timestamp * seconds_per_unit,
+            line.input_length,
+            line.output_length,
+            chain_hashes(line.hash_ids[: line.input_length // block_tokens], known),
+        )
+        for line in lines
+    ]
+    requests.sort(key=lambda request: request.arrival_seconds)
+    return Trace(block_tokens, requests)
+
+
+def read_trace_lines(
+    path: Path, *, tokens_per_id: int | None = None, limit: int | None = None
+) -> tuple[int, list[TraceLine]]:
+    """Tokens that a hash id stands for, and the first `limit` requests as they are written.
+
+    Raises:
+        TraceError: A line is not what it should be, or there is none.
+        OSError: The file cannot be read.
+    """
+    lines = _decode(content_lines(path), limit)
     if not lines:
         raise TraceError("there is no request in it")
     block_tokens = tokens_per_id or _tokens_per_id(lines)
-    known: dict[tuple[bytes, int], bytes] = {}
-    requests = []
     for number, line in lines:
         _check_cover(number, line, block_tokens)
-        requests.append(
-            TraceRequest(
-                line.timestamp * seconds_per_unit,
-                line.input_length,
-                line.output_length,
-                chain_hashes(line.hash_ids[: line.input_length // block_tokens], known),
-            )
-        )
-    requests.sort(key=lambda request: request.arrival_seconds)
-    return Trace(block_tokens, requests)
+    return block_tokens, [line for _, line in lines]
 
 
 def chain_hashes(ids: Iterable[int], known: dict[tuple[bytes, int], bytes]) -> list[bytes]:
@@ -123,7 +136,13 @@ def chain_hashes(ids: Iterable[int], known: dict[tuple[bytes, int], bytes]) -> l
     return hashes
 
 
-def _content_lines(path: Path) -> list[bytes]:
+def content_lines(path: Path) -> list[bytes]:
+    """The lines of a file, compressed with gzip or not.
+
+    Raises:
+        TraceError: It is compressed and not whole.
+        OSError: The file cannot be read.
+    """
     content = path.read_bytes()
     if content.startswith(_GZIP_MAGIC):
         try:

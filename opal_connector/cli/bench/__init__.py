@@ -5,8 +5,13 @@
 Nothing here imports aiohttp; `driver` and `client` do.
 """
 
+from opal_connector.cli.bench.otel import OtelWorkload
+from opal_connector.cli.bench.rag import RAGWorkload
+from opal_connector.cli.bench.rates import ExponentialReqRate, UniformReqRate
 from opal_connector.cli.bench.result import BenchResult, RequestRecord
+from opal_connector.cli.bench.sc25 import SC25Workload
 from opal_connector.cli.bench.sessions import Sessions
+from opal_connector.cli.bench.traces import TraceWorkload
 from opal_connector.cli.bench.workload import (
     Conversation,
     Turn,
@@ -18,9 +23,15 @@ from opal_connector.cli.bench.workload import (
 __all__ = [
     "BenchResult",
     "Conversation",
+    "ExponentialReqRate",
+    "OtelWorkload",
+    "RAGWorkload",
     "RequestRecord",
+    "SC25Workload",
     "Sessions",
+    "TraceWorkload",
     "Turn",
+    "UniformReqRate",
     "Vocabulary",
     "Workload",
     "WorkloadError",

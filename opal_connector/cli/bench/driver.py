@@ -12,7 +12,9 @@ from typing import Final
 import msgspec
 
 from opal_connector.cli.bench.client import CHAT, COMPLETIONS, Client, Target, open_session
+from opal_connector.cli.bench.instances import Instances
 from opal_connector.cli.bench.result import BenchResult, RequestRecord
+from opal_connector.cli.bench.tiers import split_tokens
 from opal_connector.cli.bench.words import spell
 from opal_connector.cli.bench.workload import Conversation, Message, Turn, Vocabulary, Workload
 
@@ -44,10 +46,11 @@ async def run(
     async with open_session() as session:
         client = Client(target, session, endpoint)
         await client.find_model()
+        instances = Instances(target, session)
+        await instances.begin()
         run = _Run(workload, client, on_record)
-        cpu_seconds = time.process_time()
         await run.all(vocabulary)
-        cpu_seconds = time.process_time() - cpu_seconds
+        split = split_tokens(run.records, await instances.end())
     return BenchResult(
         workload=workload.kind,
         settings=msgspec.to_builtins(workload),
@@ -57,7 +60,9 @@ async def run(
         duration_seconds=_duration_seconds(run.records),
         requests=run.records,
         not_sent=run.not_sent,
-        client_cpu_seconds=cpu_seconds,
+        tier_tokens=split.tier_tokens,
+        client_cpu_seconds=run.cpu_seconds,
+        notes=[*dict.fromkeys(instances.notes), *split.notes],
     )
 
 
@@ -118,12 +123,13 @@ class _Run:
         self._on_record = on_record
         self._requests = asyncio.Semaphore(workload.requests_at_once or _NO_LIMIT)
         self._conversations = asyncio.Semaphore(workload.conversations_at_once or _NO_LIMIT)
+        self.cpu_seconds = 0.0  # of this process
         self._started = 0.0
 
     async def all(self, vocabulary: Vocabulary) -> None:
         """Sends everything and waits for the answers."""
         conversations = self._workload.conversations(vocabulary)
-        self._started = time.perf_counter()
+        cpu_seconds = time.process_time()
         async with asyncio.TaskGroup() as group:
             for conversation in conversations:
                 turns = iter(conversation.turns)
@@ -132,6 +138,8 @@ class _Run:
                     continue
                 prompt = _Prompt(self._client)
                 body = prompt.take(turn)
+                if not self._started:  # reading a trace is no part of the time
+                    self._started, cpu_seconds = time.perf_counter(), time.process_time()
                 due_seconds = conversation.start_seconds + turn.delay_seconds
                 await self._until(due_seconds)
                 await self._conversations.acquire()
@@ -139,6 +147,7 @@ class _Run:
                 await self._requests.acquire()
                 record = self._record(conversation, 0, turn, due_seconds)
                 group.create_task(self._converse(conversation, turns, prompt, body, record))
+        self.cpu_seconds = time.process_time() - cpu_seconds
 
     async def _converse(
         self,

@@ -22,11 +22,10 @@ class Sessions(Workload, frozen=True, kw_only=True):
 
     All prompts begin with one system prompt. A document, if there are any, is in the first message
     of a conversation; with fewer documents than conversations, some share one. Sizes count words,
-    about one token each. Texts of one's own take the place of made-up ones, in turn.
+    about one token each.
     """
 
     kind: ClassVar[str] = "sessions"
-    is_chat: ClassVar[bool] = True
 
     num_users: Annotated[int, Meta(description="Conversations.")] = 4
     turns_per_user: Annotated[int, Meta(description="Requests of a conversation.")] = 5
@@ -52,6 +51,7 @@ class Sessions(Workload, frozen=True, kw_only=True):
     max_outstanding_requests: Annotated[
         int | None, Meta(description="Requests under way at once.  [default: no limit]")
     ] = None
+    # Texts that take the place of made-up ones, in turn.
     system_prompt: str = ""
     documents: tuple[str, ...] = ()
     questions: tuple[str, ...] = ()
@@ -63,6 +63,11 @@ class Sessions(Workload, frozen=True, kw_only=True):
         self.check_at_least(0, "think_jitter")
         self.check_at_least(1, "user_message_size")
         self.check_positive("session_rate")
+
+    @property
+    @override
+    def is_chat(self) -> bool:
+        return True
 
     @property
     @override

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 Message = dict[str, Any]  # as the OpenAI API has it: "role" and "content" at least
 FIRST_TOKEN_ID: Final = 32
+_REQUESTS_WITHOUT_A_LIMIT: Final = 100
 
 
 class WorkloadError(ValueError):
@@ -86,13 +87,17 @@ class Conversation:
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """The parameters of a workload, and what follows from them.
 
-    Conversations come in the order of their start. `is_chat` says that prompts are messages.
+    Conversations come in the order of their start.
     """
 
     kind: ClassVar[str] = ""
-    is_chat: ClassVar[bool] = False
 
     seed: Annotated[int, Meta(description="Equal seeds make equal workloads.")] = 0
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether prompts are messages; else they are token ids."""
+        return False
 
     @property
     def request_count(self) -> int | None:
@@ -128,6 +133,17 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             if value is not None and not value >= least:
                 raise WorkloadError(f"{field}: found {value:g}, allowed: {least:g} or more")
 
+    def check_at_most(self, most: float, *fields: str) -> None:
+        """Refuses a field above `most`.
+
+        Raises:
+            WorkloadError: One is.
+        """
+        for field in fields:
+            value = getattr(self, field)
+            if value is not None and not value <= most:
+                raise WorkloadError(f"{field}: found {value:g}, allowed: {most:g} or less")
+
     def check_positive(self, *fields: str) -> None:
         """Refuses a field that is not above zero.
 
@@ -150,6 +166,13 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
                 f"{low}: found {getattr(self, low)}, allowed: at most {high}, "
                 f"which is {getattr(self, high)}"
             )
+
+
+def request_limit(total_requests: int | None, time_duration_sec: float | None) -> int | None:
+    """How many requests there are at most: a workload without any limit would never end."""
+    if total_requests is None and time_duration_sec is None:
+        return _REQUESTS_WITHOUT_A_LIMIT
+    return total_requests
 
 
 def arrivals(

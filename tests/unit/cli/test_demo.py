@@ -19,13 +19,8 @@ from opal_connector.cli.errors import CommandFailure
 from opal_connector.cli.machine import machine_facts
 from opal_connector.cli.main import opal
 from opal_connector.cli.progress import Reporter
-from opal_connector.cli.server_client import (
-    Answer,
-    Sample,
-    parse_prometheus,
-    read_stream,
-    sum_by_label,
-)
+from opal_connector.cli.prometheus import Sample, parse_prometheus, sum_by_label
+from opal_connector.cli.server_client import Answer, read_stream
 from opal_connector.cli.tiny_models import byte_tokenizer
 
 FIELDS = [
