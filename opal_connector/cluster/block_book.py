@@ -62,10 +62,10 @@ class BlockBook:
         del self._models[places.model, places.block_tokens]
 
     def asked(self, model: str | None) -> list[ModelPlaces]:
-        """The places of a model, or of all."""
-        return [
-            places for places in self._models.values() if model is None or places.model == model
-        ]
+        """The places of a model, or of all; an engine that names none may serve any."""
+        if model is None:
+            return list(self._models.values())
+        return [places for places in self._models.values() if places.model in (model, "")]
 
     def models(self) -> Sequence[ModelPlaces]:
         """All places."""

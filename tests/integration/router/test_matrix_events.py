@@ -12,7 +12,7 @@ import pytest
 from channel_proxy import ChannelProxy
 from engine_server import EngineServer
 from fake_channel import DISK, HOST
-from fake_engine import FakeEngine
+from fake_engine import MODEL, FakeEngine
 from router_world import World, eventually, run, world
 from simulated_engine import BLOCK_TOKENS as STREAM_BLOCK_TOKENS
 from simulated_engine import SimulatedEngine, parent_of, tokens_of
@@ -182,9 +182,11 @@ def path_of(node: int) -> list[int]:
 
 
 @contextlib.asynccontextmanager
-async def by_its_own_stream(*, has_replay: bool) -> AsyncIterator[tuple[World, EngineServer]]:
-    """A router in front of an engine without Opal, and of one that tells nothing."""
-    one, two = FakeEngine("one", has_events=False), FakeEngine("two", has_events=False)
+async def by_its_own_stream(
+    *, has_replay: bool, with_opal: bool = False
+) -> AsyncIterator[tuple[World, EngineServer]]:
+    """A router in front of an engine without Opal, and of one that has it or tells nothing."""
+    one, two = FakeEngine("one", has_events=False), FakeEngine("two", has_events=with_opal)
     await one.start()
     await two.start()
     try:
@@ -195,6 +197,7 @@ async def by_its_own_stream(*, has_replay: bool) -> AsyncIterator[tuple[World, E
             instances = [one.config(vllm_events=events), two.config()]
             async with world(instances=instances, **NOTHING_BUT_EVENTS) as made:
                 await eventually(lambda: metrics_of(made).connections > 0, "the stream")
+                await made.settled()
                 yield made, stream
     finally:
         await two.close()
@@ -269,6 +272,22 @@ def test_an_engine_that_starts_again_in_place_is_known_anew(has_replay: bool) ->
             assert metrics_of(made).restarts == 1
             assert (await asked(made, path_of(6)))[1] == STREAM_BLOCK_TOKENS
             assert await asked(made, path_of(1)) == ("one", 2 * STREAM_BLOCK_TOKENS)
+
+    run(body())
+
+
+def test_an_engine_without_opal_counts_as_well_beside_one_that_has_it() -> None:
+    """Its stream names no model: a request that names one is meant for it all the same."""
+
+    async def body() -> None:
+        async with by_its_own_stream(has_replay=True, with_opal=True) as (made, stream):
+            await eventually(lambda: "two" in made.core.index.workers)
+            say(stream, 0, 2)
+            await eventually(lambda: credited(made, path_of(2)) == 2 * STREAM_BLOCK_TOKENS)
+            for _ in range(4):
+                async with made.post({"prompt": path_of(2), "model": MODEL}) as answer:
+                    assert answer.headers["X-Opal-Worker"] == "one"
+                    assert answer.headers["X-Opal-Expected-Tokens"] == str(2 * STREAM_BLOCK_TOKENS)
 
     run(body())
 
