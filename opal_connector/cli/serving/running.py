@@ -194,6 +194,7 @@ class RunningCluster:
             task.cancel()
         if self._at_once.is_set():
             seconds = 0.0
+        await self.core.health.close()  # that they end is no news now
         await asyncio.gather(*stopped, *(one.stop(seconds) for one in serving))
 
     # ---- what becomes of engines ----
