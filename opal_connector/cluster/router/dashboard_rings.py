@@ -1,9 +1,11 @@
 """What the router remembers of its last requests for whoever looks at its page: bounded, cheap."""
 
+import bisect
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable
+from itertools import accumulate
 from typing import Final
 
 import msgspec
@@ -18,6 +20,7 @@ KEPT_REQUESTS: Final = 40
 TIERS_LIMIT: Final = 32  # names come from instances: what is more goes together
 OTHER_TIERS: Final = "others"
 CANCELLED: Final = "cancelled"  # the failure of nobody: the client went away, or the router ended
+PERCENTS: Final = (50, 90, 99)
 _STEP: Final = 1.04  # times between are told apart to 4 %
 _LOG_STEP: Final = math.log(_STEP)
 _SHORTEST_SECONDS: Final = 1e-6
@@ -92,34 +95,40 @@ class TokenSums(msgspec.Struct):
 
 
 class Times:
-    """How often a time was seen, to a few percent. Mutable state: the counts by magnitude."""
+    """How often a time was seen, to a few percent.
+
+    Mutable state: the counts by magnitude, and what was computed of them, until one changes.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
+        self._percentiles: tuple[float | None, ...] | None = None
 
     def see(self, seconds: float) -> None:
         """One more."""
         magnitude = round(math.log(max(seconds, _SHORTEST_SECONDS)) / _LOG_STEP)
         self._counts[magnitude] = self._counts.get(magnitude, 0) + 1
+        self._percentiles = None
 
     def add(self, other: "Times") -> None:
         """All of another's."""
         for magnitude, count in other._counts.items():
             self._counts[magnitude] = self._counts.get(magnitude, 0) + count
+        self._percentiles = None
 
-    def percentiles(self, percents: Iterable[float]) -> list[float | None]:
-        """The times that so many percent did not exceed, in rising order; None without any."""
-        counts = sorted(self._counts.items())
-        total = sum(count for _, count in counts)
-        found: list[float | None] = []
-        seen, place = 0, 0
-        for percent in percents:
-            wanted = max(1, math.ceil(total * percent / 100))
-            while place < len(counts) and seen + counts[place][1] < wanted:
-                seen += counts[place][1]
-                place += 1
-            found.append(_STEP ** counts[place][0] if place < len(counts) else None)
-        return found
+    def percentiles(self) -> tuple[float | None, ...]:
+        """The times that `PERCENTS` of all did not exceed; None without any."""
+        if self._percentiles is None:
+            self._percentiles = self._compute()
+        return self._percentiles
+
+    def _compute(self) -> tuple[float | None, ...]:
+        magnitudes = sorted(self._counts)
+        if not magnitudes:
+            return (None,) * len(PERCENTS)
+        upto = list(accumulate(self._counts[magnitude] for magnitude in magnitudes))
+        places = (bisect.bisect_left(upto, upto[-1] * percent / 100) for percent in PERCENTS)
+        return tuple(_STEP ** magnitudes[place] for place in places)
 
 
 class Slot(msgspec.Struct):
@@ -154,16 +163,17 @@ class Slot(msgspec.Struct):
 class RecentRequests:
     """The last requests, and what happened lately in slots of a few seconds.
 
-    Mutable state: both rings, the sums of what has left them, the next number. The loop's thread
-    alone uses it.
+    Mutable state: both rings, the sums of the slots that are over, the next number. The loop's
+    thread alone uses it.
     """
 
     def __init__(self) -> None:
         self.began_at: float = time.monotonic()
         self.requests: deque[SentRequest] = deque(maxlen=KEPT_REQUESTS)
         self.slots: deque[Slot] = deque(maxlen=SLOT_COUNT)
-        self._older = Slot()
+        self._ended = Slot()
         self._last_number = 0
+        self.on_end: Callable[[SentRequest], None] = lambda _: None
 
     def begin(self, decision: RouteDecision, attempt: int) -> SentRequest:
         """A request is sent; `attempt` counts from 1."""
@@ -195,12 +205,24 @@ class RecentRequests:
         request.status = status
         request.is_over = True
         self._slot(time.monotonic()).end(request)
+        self.on_end(request)
+
+    def add(self, request: SentRequest) -> None:
+        """One that another process of this router sent, and that is over."""
+        self._last_number += 1
+        request.number = self._last_number
+        self.requests.append(request)
+        slot = self._slot(time.monotonic())
+        if request.first_byte_seconds is not None:
+            slot.first_bytes.see(request.first_byte_seconds)
+        slot.end(request)
 
     def total(self) -> Slot:
         """The sums since the start."""
         found = Slot()
-        for slot in (self._older, *self.slots):
-            found.add(slot)
+        found.add(self._ended)
+        if self.slots:
+            found.add(self.slots[-1])
         return found
 
     def last(self, seconds: float, now: float) -> Slot:
@@ -216,7 +238,7 @@ class RecentRequests:
         number = int(now / SLOT_SECONDS)
         slots = self.slots
         if not slots or slots[-1].number != number:
-            if len(slots) == SLOT_COUNT:
-                self._older.add(slots[0])
+            if slots:
+                self._ended.add(slots[-1])
             slots.append(Slot(number))
         return slots[-1]

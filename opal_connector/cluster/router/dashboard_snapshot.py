@@ -31,7 +31,6 @@ from opal_connector.events.channel import SystemEvent, TierDescription, TierLoad
 
 MINUTE_SECONDS: Final = 60.0
 CANDIDATES_LIMIT: Final = 12
-_PERCENTS: Final = (50.0, 90.0, 99.0)
 _EVENTS: Final = {
     "answer": "answers",
     "retry": "retries",
@@ -309,5 +308,5 @@ def _period(slot: Slot, seconds: float) -> Period:
         tier_tokens=tokens.tiers,
         unforeseen_tokens=tokens.unforeseen,
         computed_tokens=tokens.computed,
-        first_byte_seconds=tuple(slot.first_bytes.percentiles(_PERCENTS)),
+        first_byte_seconds=slot.first_bytes.percentiles(),
     )

@@ -108,7 +108,7 @@ class Period(msgspec.Struct, frozen=True, kw_only=True):
     """What happened in some seconds.
 
     Tokens are prompt tokens by where their KV came from; `uncounted` requests are not among them.
-    `first_byte_seconds` are the percentiles 50, 90 and 99.
+    `first_byte_seconds` are those of `PERCENTS`.
     """
 
     seconds: float
