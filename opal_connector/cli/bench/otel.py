@@ -141,6 +141,8 @@ def _read_otel(
         try:
             session = msgspec.json.decode(text)
             turns = _turns(session)
+        except msgspec.ValidationError as error:
+            raise TraceError(f"line {number}: {error}") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise TraceError(f"line {number}: not a JSON object ({error})") from None
         except KeyError as error:
