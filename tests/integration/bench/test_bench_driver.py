@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from aiohttp import web
 from fake_engine import FakeEngine
 from router_world import run, world
 
@@ -259,6 +260,55 @@ def test_worker_of_the_router_is_known() -> None:
 
         assert [one.worker for one in result.requests] == ["one", "two", "one", "two"]
         assert result.model == "fake-model"
+
+    run(body())
+
+
+@pytest.mark.parametrize("says_cached", [True, False])
+def test_instances_behind_the_router_say_which_tier(says_cached: bool) -> None:
+    """Nobody has to name them: the router lists them, and their counters are summed."""
+
+    async def body() -> None:
+        engines = [FakeEngine(name, says_cached=says_cached) for name in ("one", "two")]
+        async with world(*engines, policy="RoundRobin") as there:
+            turn = Turn(output_tokens=2, token_ids=ids(1, 65))
+            given = [Conversation(f"c{number}", [turn]) for number in range(6)]
+            result = await bench(Given(given=given, at_once=1), Target(url=there.url))
+
+        assert result.tier_tokens == {"apc": 4 * 64, "Cache Miss": 2 * 65 + 4}
+        assert len(result.notes) == (0 if says_cached else 1)
+
+    run(body())
+
+
+def test_instances_that_are_named_are_read_without_the_endpoints_key() -> None:
+    """What opens the endpoint is sent nowhere else, and a metrics address may be a server's."""
+    heard: list[dict[str, str]] = []
+
+    async def metrics(request: web.BaseRequest) -> web.StreamResponse:
+        heard.append(dict(request.headers))
+        return web.Response(text='vllm:opal_hit_tokens_total{tier="CPUMemory"} 0\n')
+
+    async def body() -> None:
+        engine = await FakeEngine(has_events=False).start()
+        runner = web.ServerRunner(web.Server(metrics))
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            target = Target(
+                url=engine.url,
+                headers={"Authorization": "Bearer k"},
+                metrics_urls=(f"http://127.0.0.1:{runner.addresses[0][1]}",),
+            )
+            result = await bench(Given(given=singles(2), at_once=1), target)
+        finally:
+            await runner.cleanup()
+            await engine.close()
+
+        assert list(result.tier_tokens or ()) == ["apc", "CPUMemory", "Cache Miss"]
+        assert len(heard) == 2
+        assert not any("Authorization" in headers for headers in heard)
 
     run(body())
 
