@@ -55,7 +55,8 @@ async function turn() {
 
 function show(state) {
   lastSeen = state.at;
-  connection("live", `Live, ${clock(state.at)}`);
+  connection("live", "Live");
+  setText(byId("clock"), clock(state.at));
   byId("notice").hidden = true;
   byId("key-form").hidden = true;
   byId("main").hidden = false;
@@ -100,6 +101,7 @@ function notice(text) {
 
 function connection(kind, text) {
   setClass(byId("connection"), `connection ${kind}`);
+  if (kind === "lost") setText(byId("clock"), "");
   setText(byId("connection-text"), text);
 }
 

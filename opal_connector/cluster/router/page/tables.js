@@ -120,11 +120,8 @@ function hits(state) {
     allShare: allOfThem > 0 ? source.of(all) / allOfThem : null,
   }));
   table(byId("hits"), HITS, rows, (row) => row.class + row.name, "");
-  byId("hits-note").textContent =
-    all.uncounted === 0
-      ? "Prompt tokens, as the engines count them."
-      : `${count(all.uncounted)} requests are not in it: their tokens were not known, they failed, ` +
-        "or the engine does not say (--enable-prompt-tokens-details).";
+  byId("uncounted").textContent = count(all.uncounted);
+  byId("hits-note").hidden = all.uncounted === 0;
 }
 
 const TIMES = [
