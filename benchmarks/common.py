@@ -13,17 +13,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from opal_connector.cli import machine
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 Figures = dict[str, Any]
 QUIET_CORES = 0.1
+_STANDARD_OUTPUT = "-"
 _STAT_IDLE = (3, 4)  # idle and iowait in the first line of /proc/stat
 _STAT_SESSION = 3  # in /proc/PID/stat, behind the name
 _STAT_TIMES = slice(11, 15)  # utime, stime, cutime, cstime
@@ -33,7 +37,13 @@ _STAT_FIELDS = 8  # guest time is contained in user time
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The options that every benchmark has."""
     made = argparse.ArgumentParser(description=(description or "").splitlines()[0])
-    made.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    made.add_argument(
+        "--json",
+        nargs="?",
+        const=_STANDARD_OUTPUT,
+        metavar="FILE",
+        help="print one JSON object and nothing else, or write it into a file",
+    )
     made.add_argument("--quick", action="store_true", help="fewer repetitions, smaller sizes")
     return made
 
@@ -82,10 +92,10 @@ class OtherLoad:
         return max(0.0, others / took) if took else 0.0
 
     def _own_seconds(self) -> float:
-        return time.process_time() + _session_seconds(self._sessions)
+        return time.process_time() + session_seconds(self._sessions)
 
 
-def _session_seconds(sessions: frozenset[int]) -> float:
+def session_seconds(sessions: frozenset[int]) -> float:
     """Processor seconds of all live processes of these sessions, and of their ended children."""
     if not sessions:
         return 0.0
@@ -152,8 +162,9 @@ def emit(
     statistic: str,
     figures: Figures,
     bars: Mapping[str, Mapping[str, Any]],
+    table: "Table | None" = None,
 ) -> None:
-    """Print the result."""
+    """Print the result; `table` shows the figures to a person, without one they are listed."""
     is_met = all(bar["met"] for bar in bars.values())
     if arguments.json:
         report = {
@@ -163,8 +174,11 @@ def emit(
             "bars": bars,
             "bars_met": is_met,
         }
-        sys.stdout.write(json.dumps(report, indent=2) + "\n")
-        return
+        text = json.dumps(report, indent=2) + "\n"
+        if arguments.json == _STANDARD_OUTPUT:
+            sys.stdout.write(text)
+            return
+        Path(arguments.json).write_text(text)
     from rich.console import Console
     from rich.table import Table
 
@@ -174,15 +188,21 @@ def emit(
         f"Python {facts['python']}, torch {facts['torch']}, vLLM {facts['vllm']}; {statistic}",
         style="dim",
     )
-    table = Table("figure", "value", box=None, pad_edge=False)
-    for name, value in _flat(figures):
-        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
-    console.print(table)
+    console.print(table or _listed(figures))
     table = Table("bar", "value", "wanted", "", box=None, pad_edge=False)
     for name, bar in bars.items():
         verdict = "[green]met[/]" if bar["met"] else "[red]missed[/]"
         table.add_row(name, f"{bar['value']:.4g}", bar["bar"], verdict)
     console.print(table)
+
+
+def _listed(figures: Figures) -> "Table":
+    from rich.table import Table
+
+    table = Table("figure", "value", box=None, pad_edge=False)
+    for name, value in _flat(figures):
+        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    return table
 
 
 def note(message: str) -> None:

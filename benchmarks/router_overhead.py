@@ -11,144 +11,31 @@ they computed: there the added latency is what a user would see.
 """
 
 import asyncio
-import json
-import os
 import re
 import resource
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httptools
 import uvloop
-from common import at_least, at_most, emit, machine_facts, note, parser, percentile
-
-from opal_connector.cluster.publisher import ChannelSettings, Publisher
-from opal_connector.config import Endpoint
-from opal_connector.events import DEVICE_TIER, Insert, ObjectFact
-from opal_connector.events.channel import InstanceDescription, SystemEvent
-from opal_connector.keys import CHAIN_ROOT, RequestIdentity, TokenChain
+from common import (
+    at_least,
+    at_most,
+    emit,
+    machine_facts,
+    note,
+    parser,
+    percentile,
+    session_seconds,
+)
+from fast_engine import KINDS, requests_for, running_engines
+from router_processes import running_opal_router
 
 CONCURRENCIES = (1, 16, 64)
-PROMPTS = 256
-BLOCK_TOKENS = 16
-ANSWER = json.dumps(
-    {
-        "id": "cmpl-1",
-        "object": "text_completion",
-        "choices": [{"index": 0, "text": "word " * 60, "finish_reason": "length"}],
-        "usage": {"prompt_tokens": 512, "prompt_tokens_details": {"cached_tokens": 496}},
-    }
-).encode()
-CHUNK = b'data: {"id":"cmpl-1","choices":[{"index":0,"text":"word "}]}\n\n'
-CHUNKS = 16
-PACE_SECONDS = 0.05
-KINDS = ("whole", "stream", "paced")
 BUSY = 0.85  # of a core: then a process is at its end
 _HEAD_END = b"\r\n\r\n"
 _LENGTH = re.compile(rb"(?i)content-length: (\d+)")
-
-
-def prompt(number: int, tokens: int) -> list[int]:
-    return [(number * 7_919 + place) % 50_000 for place in range(tokens)]
-
-
-# ---- the engines ----
-
-
-class FastEngine(asyncio.Protocol):
-    """Answers everything at once."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport: Any = transport
-        self.parser = httptools.HttpRequestParser(self)
-        self.body = b""
-
-    def data_received(self, data: bytes) -> None:
-        self.parser.feed_data(data)
-
-    def on_body(self, data: bytes) -> None:
-        self.body += data
-
-    def on_message_complete(self) -> None:
-        body, self.body = self.body, b""
-        if b'"seed":50' in body:
-            asyncio.get_running_loop().call_later(PACE_SECONDS, self.answer)
-            return
-        if b'"stream":true' not in body:
-            self.answer()
-            return
-        self.transport.write(
-            b"HTTP/1.1 200 OK\r\nServer: fast\r\nContent-Type: text/event-stream\r\n"
-            b"Transfer-Encoding: chunked\r\n\r\n"
-        )
-        for _ in range(CHUNKS):
-            self.transport.write(b"%x\r\n%b\r\n" % (len(CHUNK), CHUNK))
-        self.transport.write(b"0\r\n\r\n")
-
-    def answer(self) -> None:
-        self.transport.write(
-            b"HTTP/1.1 200 OK\r\nServer: fast\r\nContent-Type: application/json\r\n"
-            b"Content-Length: %d\r\n\r\n%b" % (len(ANSWER), ANSWER)
-        )
-
-
-class Source:
-    """An instance that holds the blocks of all prompts."""
-
-    is_ready = True
-    model = "fast"
-    block_tokens = BLOCK_TOKENS
-    places = ((0, DEVICE_TIER),)
-
-    def __init__(self, facts: list[ObjectFact]) -> None:
-        self._facts = facts
-
-    def describe(self, instance_id: str, incarnation: int) -> InstanceDescription:
-        return InstanceDescription(
-            instance_id=instance_id,
-            incarnation=incarnation,
-            model=self.model,
-            block_tokens=BLOCK_TOKENS,
-        )
-
-    def system(self) -> SystemEvent:
-        return SystemEvent(prefill_tokens_per_second=10_000.0)
-
-    def is_complete(self, tier: str) -> bool:  # noqa: ARG002
-        return True
-
-    def list_facts(self, group: int, tier: str) -> Iterator[ObjectFact]:  # noqa: ARG002
-        return iter(self._facts)
-
-
-async def run_engines(tokens: int) -> None:
-    """Two of them; each has every other prompt. Prints where they are."""
-    loop = asyncio.get_running_loop()
-    places = []
-    for number in range(2):
-        server = await loop.create_server(FastEngine, "127.0.0.1", 0)
-        facts = []
-        for which in range(number, PROMPTS, 2):
-            chain = TokenChain(RequestIdentity(), BLOCK_TOKENS)
-            chain.extend(prompt(which, tokens))
-            facts.append(ObjectFact(0, CHAIN_ROOT, b"".join(chain.hashes)))
-        settings = ChannelSettings(endpoint=Endpoint("127.0.0.1", 0), instance_id=f"fast{number}")
-        publisher = Publisher(settings, Source(facts))
-        for fact in facts:
-            publisher.hear(Insert(fact, DEVICE_TIER))
-        publisher.start()
-        while publisher.publish_endpoint is None or publisher.endpoint is None:
-            await asyncio.sleep(0.01)
-        port = server.sockets[0].getsockname()[1]
-        places.append({"url": f"http://127.0.0.1:{port}", "events": publisher.endpoint.announced})
-    sys.stdout.write(json.dumps(places) + "\n")
-    sys.stdout.flush()
-    await asyncio.Event().wait()
 
 
 # ---- the client ----
@@ -250,25 +137,6 @@ def _own_cpu() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _cpu_of(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def requests_for(tokens: int, kind: str) -> list[bytes]:
-    made = []
-    more = {"stream": {"stream": True}, "paced": {"seed": 50}}.get(kind, {})
-    for number in range(PROMPTS):
-        fields = {"model": "fast", "prompt": prompt(number, tokens), "max_tokens": 60}
-        body = json.dumps(fields | more, separators=(",", ":"))
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-            f"User-Agent: bench\r\nAccept: */*\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        made.append((head + body).encode())
-    return made
-
-
 # ---- all of it ----
 
 
@@ -286,9 +154,9 @@ async def measure(
             direct, through, cpu = [], [], 0.0
             for _ in range(rounds):
                 direct.append(await arm(places[0]["url"], requests, concurrency, seconds))
-                before = _cpu_of(pid)
+                before = session_seconds(frozenset((pid,)))
                 through.append(await arm(router, requests, concurrency, seconds))
-                cpu += _cpu_of(pid) - before
+                cpu += session_seconds(frozenset((pid,))) - before
             figures[f"{kind}_{concurrency}"] = _summary(direct, through, cpu)
             note(f"{kind} {concurrency}: {figures[f'{kind}_{concurrency}']}")
     return figures
@@ -321,38 +189,15 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--prompt-tokens", type=int, default=512)
     options.add_argument("--policy", default="Balanced")
-    options.add_argument("--engines", action="store_true", help="be the engines (for itself)")
     arguments = options.parse_args()
-    if arguments.engines:
-        uvloop.run(run_engines(arguments.prompt_tokens))
-        return
-    command = [
-        sys.executable,
-        __file__,
-        "--engines",
-        "--prompt-tokens",
-        str(arguments.prompt_tokens),
-    ]
-    engines = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    router: subprocess.Popen[str] | None = None
-    try:
-        assert engines.stdout is not None
-        places = json.loads(engines.stdout.readline())
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as config:
-            json.dump({"port": 0, "policy": arguments.policy, "instances": places}, config)
-            config.flush()
-            command = [sys.executable, "-m", "opal_connector.cli.main", "router"]
-            router = subprocess.Popen(
-                [*command, "--config", config.name], stdout=subprocess.PIPE, text=True
-            )
-            assert router.stdout is not None
-            url = router.stdout.readline().split()[2]
-            figures = uvloop.run(measure(places, url, router.pid, arguments))
-    finally:
-        for process in (engines, router):
-            if process is not None:
-                process.terminate()
-                process.wait(10)
+    with (
+        running_engines(arguments.prompt_tokens) as engines,
+        tempfile.TemporaryDirectory(prefix="opal-benchmark-") as name,
+    ):
+        places = [{key: place[key] for key in ("url", "events")} for place in engines.places]
+        config = {"port": 0, "policy": arguments.policy, "instances": places}
+        with running_opal_router(config, Path(name) / "router.log") as router:
+            figures = uvloop.run(measure(places, router.url, router.pid, arguments))
     emit(
         arguments,
         facts=machine_facts(),

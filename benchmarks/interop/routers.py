@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -12,18 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 from engine import BLOCK_TOKENS, DEVICE_BLOCKS, MODEL_NAME, Engine, complete
+from vllm_router_process import DEADLINE_SECONDS, POLL_SECONDS, VllmRouterProcess, running
 
-from opal_connector.cli.server_process import free_port
-
-DEADLINE_SECONDS: Final = 60.0
 HOST_CREDIT: Final = 0.8  # vllm-router's defaults, of a token that would be computed
 DISK_CREDIT: Final = 0.3
 SHARED_CREDIT: Final = 0.6
-_POLL_SECONDS: Final = 0.1
 _CREDITED: Final = re.compile(r"credited_prefix_tokens=(\d+)")
-_COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 _HERE: Final = Path(__file__).parent
 
 
@@ -43,7 +37,7 @@ class Dynamo:
         while not self.credit(tokens)["device_blocks"]:
             if time.monotonic() > deadline:
                 raise TimeoutError("Dynamo's SelectionService has not taken in the events")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def _say(self, message: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -90,72 +84,38 @@ def running_dynamo(binaries: Path, engine: Engine, log_path: Path) -> Iterator[D
 class VllmRouter:
     """A `vllm-router` with the policy kv_aware, whose log has its decisions."""
 
-    url: str
-    log_path: Path
+    process: VllmRouterProcess
 
     def credit(self, tokens: Sequence[int]) -> tuple[int, dict[str, Any]]:
         """Sends the prompt through it: the tokens it credits, and the engine's answer."""
-        before = len(_CREDITED.findall(self.log_text()))
-        answer = complete(self.url, tokens)
+        before = len(_CREDITED.findall(self.process.log_text()))
+        answer = complete(self.process.url, tokens)
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while len(found := _CREDITED.findall(self.log_text())) <= before:
+        while len(found := _CREDITED.findall(self.process.log_text())) <= before:
             if time.monotonic() > deadline:
                 raise TimeoutError("vllm-router wrote no decision")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         return int(found[-1]), answer
 
     def await_sequence(self, sequence: int) -> None:
         """Until it has taken in the batch of that number."""
         pattern = re.compile(rf"sequence advanced .*seq={sequence}\b")
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while not pattern.search(self.log_text()):
+        while not pattern.search(self.process.log_text()):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"vllm-router has not taken in batch {sequence}")
-            time.sleep(_POLL_SECONDS)
-
-    def log_text(self) -> str:
-        """All that it has written, without colours."""
-        return _COLOURS.sub("", self.log_path.read_text(errors="replace"))
+            time.sleep(POLL_SECONDS)
 
 
 @contextlib.contextmanager
 def running_vllm_router(binaries: Path, engine: Engine, log_path: Path) -> Iterator[VllmRouter]:
     """A router before the engine, which is healthy when this begins."""
-    port = free_port()
-    command = [str(binaries / "vllm-router"), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--worker-urls", engine.url, "--policy", "kv_aware", "--log-level", "debug"]
-    command += ["--kv-event-source", f"{engine.url}={engine.events}"]
-    command += ["--kv-event-replay-source", f"{engine.url}={engine.replay}"]
-    command += ["--kv-event-block-size", str(BLOCK_TOKENS), "--kv-event-model", MODEL_NAME]
-    command += ["--kv-penalty-host", str(HOST_CREDIT), "--kv-penalty-disk", str(DISK_CREDIT)]
-    command += ["--kv-penalty-external", str(SHARED_CREDIT)]
-    command += ["--prometheus-port", str(free_port()), "--worker-startup-check-interval", "1"]
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, "VLLM_ROUTER_TOKENIZER": str(engine.model)},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        router = VllmRouter(f"http://127.0.0.1:{port}", log_path)
-        _await_health(router, process)
-        yield router
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _await_health(router: VllmRouter, process: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            break
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{router.url}/health", timeout=5, trust_env=False).is_success:
-                return
-        time.sleep(_POLL_SECONDS)
-    raise RuntimeError(f"vllm-router did not start:\n{router.log_text()[-2000:]}")
+    options = ["--worker-urls", engine.url, "--policy", "kv_aware", "--log-level", "debug"]
+    options += ["--kv-event-source", f"{engine.url}={engine.events}"]
+    options += ["--kv-event-replay-source", f"{engine.url}={engine.replay}"]
+    options += ["--kv-event-block-size", str(BLOCK_TOKENS), "--kv-event-model", MODEL_NAME]
+    options += ["--kv-penalty-host", str(HOST_CREDIT), "--kv-penalty-disk", str(DISK_CREDIT)]
+    options += ["--kv-penalty-external", str(SHARED_CREDIT)]
+    environment = {"VLLM_ROUTER_TOKENIZER": str(engine.model)}
+    with running(binaries, options, log_path, environment) as process:
+        yield VllmRouter(process)
