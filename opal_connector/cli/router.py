@@ -16,6 +16,7 @@ from opal_connector.config import ConfigError
 
 if TYPE_CHECKING:
     from opal_connector.cluster.router.config import RouterConfig
+    from opal_connector.cluster.router.siblings import Share
 
 _COLLECT_AFTER: Final = 20_000  # objects more than before
 _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -38,6 +39,7 @@ _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 @click.option("--host", help="The address to listen at.  [127.0.0.1]")
 @click.option("--port", type=click.IntRange(0, 65_535), help="The port, 0 for any.  [8000]")
 @click.option("--policy", metavar="NAME", help="How to choose an instance.  [Balanced]")
+@click.option("--workers", type=int, help="How many processes share the port.  [1]")
 @click.option("--check", is_flag=True, help="Only check the configuration.")
 @click.option("-v", "--verbose", is_flag=True, help="Say more.")
 def router(
@@ -53,14 +55,28 @@ def router(
             click.echo("The configuration is right.")
             return
         dictConfig(_logging("DEBUG" if verbose else "INFO"))
-        _run(_serve(config))
+        if config.workers == 1:
+            _run(_serve(config))
+            return
+        from opal_connector.cli.router_processes import RouterProcesses
+
+        asyncio.run(RouterProcesses(config, is_verbose=verbose).run())
 
 
-def _logging(level: str) -> dict[str, Any]:
+def run_process(
+    config: "RouterConfig", share: "Share", say: Callable[[str], None], *, is_verbose: bool
+) -> None:
+    """One of several processes of a router, until SIGTERM; `say` is told where it serves."""
+    with plain_failures("router"):
+        dictConfig(_logging("DEBUG" if is_verbose else "INFO", f"[{share.number}] "))
+        _run(_serve(config, share, say))
+
+
+def _logging(level: str, who: str = "") -> dict[str, Any]:
     return {
         "version": 1,
         "disable_existing_loggers": False,
-        "formatters": {"line": {"format": _FORMAT}},
+        "formatters": {"line": {"format": who + _FORMAT}},
         "handlers": {"standard error": {"class": "logging.StreamHandler", "formatter": "line"}},
         "root": {"handlers": ["standard error"], "level": level},
     }
@@ -90,7 +106,9 @@ def _instance(text: str) -> dict[str, Any]:
     return {"url": url, "events": events} if comma else {"url": url}
 
 
-async def _serve(config: "RouterConfig") -> None:
+async def _serve(
+    config: "RouterConfig", share: "Share | None" = None, say: Callable[[str], None] | None = None
+) -> None:
     from opal_connector.cluster.router.server import RouterServer
 
     stop, stop_now = asyncio.Event(), asyncio.Event()
@@ -101,18 +119,24 @@ async def _serve(config: "RouterConfig") -> None:
         stop.set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end)
+    loop.add_signal_handler(signal.SIGTERM, end)
+    # Ctrl-C reaches all processes of a terminal: one of several waits for what its parent makes of
+    # it.
+    loop.add_signal_handler(signal.SIGINT, end if share is None else lambda: None)
     try:
-        server = RouterServer(config)
+        server = RouterServer(config, share=share)
     except ConfigError as error:
         raise CommandError(f"{error}.") from error
     try:
         await _start(server)
-        click.echo(f"Serving at {server.url} with {len(config.instances)} instances.")
+        if say is None:
+            click.echo(f"Serving at {server.url} with {len(config.instances)} instances.")
+        else:
+            say(server.url)
         _spare_the_collector()
         await stop.wait()
-        click.echo("Ending: what is under way may end, nothing new is taken.", err=True)
+        if not share or share.number == 0:
+            click.echo("Ending: what is under way may end, nothing new is taken.", err=True)
         drained = asyncio.ensure_future(server.drain())
         at_once = asyncio.ensure_future(stop_now.wait())
         await asyncio.wait({drained, at_once}, return_when=asyncio.FIRST_COMPLETED)

@@ -67,6 +67,7 @@ class Admin:
             raise
         except ValueError as error:
             raise _Mistake(409, str(error)) from error
+        self._core.on_admin()
         return json_answer(instance_facts(instance), status=201)
 
     async def _remove(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -74,21 +75,28 @@ class Admin:
         instance = self._named(request.query.get("name"))
         is_whole = True
         if request.query.get("now", "false").lower() != "true":
-            is_whole = await self._core.drain(instance)
+            is_whole = await self._drained(instance)
         if self._core.fleet.get(instance.name) is instance:
             self._core.remove(instance)
+            self._core.on_admin()
         return json_answer({"removed": instance.name, "all_ended": is_whole})
 
     async def _drain(self, request: web.BaseRequest) -> web.StreamResponse:
         instance = self._named((await _object(request)).get("name"))
-        is_whole = await self._core.drain(instance)
+        is_whole = await self._drained(instance)
         return json_answer({**instance_facts(instance), "all_ended": is_whole})
 
     async def _resume(self, request: web.BaseRequest) -> web.StreamResponse:
         instance = self._named((await _object(request)).get("name"))
         instance.is_draining = False
         self._core.fleet.on_change()
+        self._core.on_admin()
         return json_answer(instance_facts(instance))
+
+    async def _drained(self, instance: Instance) -> bool:
+        instance.is_draining = True
+        self._core.on_admin()  # before the wait: no process may send anything more
+        return await self._core.drain(instance)
 
     def _named(self, name: Any) -> Instance:
         instance = self._core.fleet.get(name) if isinstance(name, str) else None
@@ -102,6 +110,7 @@ class Admin:
     async def _set_policy(self, request: web.BaseRequest) -> web.StreamResponse:
         name = (await _object(request)).get("policy")
         self._core.router.set_policy(policy_name("policy", str(name)))
+        self._core.on_admin()
         return json_answer({"policy": self._core.router.policy_name})
 
     async def _route(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -176,6 +185,7 @@ class Admin:
                 "is_draining": core.admission.is_draining,
                 "waiting": core.admission.waiting,
                 "under_way": core.forwarder.under_way,
+                "under_way_elsewhere": sum(map(core.fleet.elsewhere, core.fleet)),
                 "sessions": len(core.router.sessions),
                 "index": {"blocks": core.index.entry_count, "bytes": core.index.used_bytes},
                 "instances": [instance_facts(one) for one in core.fleet],

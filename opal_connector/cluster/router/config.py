@@ -22,6 +22,7 @@ from opal_connector.config import (
 )
 
 _TOP: Final = "router"
+_WORKERS_MAX: Final = 64
 _NAME: Final = re.compile(r"[^\s/\x00-\x1f]{1,128}")
 _POLICIES: Final = {name.lower(): name for name in POLICY_NAMES}
 _PORTS: Final = {"http": 80, "https": 443}
@@ -154,10 +155,14 @@ class SecurityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A router: where it listens, its instances, how it decides and what it puts up with."""
+    """A router: where it listens, its instances, how it decides and what it puts up with.
+
+    `workers` processes share the port.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
+    workers: int = 1
     instances: tuple[InstanceConfig, ...] = ()
     policy: str = "Balanced"
     balanced: BalancedSettings = BalancedSettings()
@@ -230,6 +235,8 @@ def _refuse(field: str, found: object, allowed: str) -> None:
 def _check(config: RouterConfig) -> None:
     if not 0 <= config.port < 1 << 16:
         _refuse("port", config.port, "0 to 65535, 0 for any free one")
+    if not 1 <= config.workers <= _WORKERS_MAX:
+        _refuse("workers", config.workers, f"1 to {_WORKERS_MAX}")
     if not config.host:
         _refuse("host", config.host, "a name or an address, such as 127.0.0.1")
     policy_name("policy", config.policy)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from opal_connector.cluster.router.access import read_key
@@ -36,11 +36,17 @@ class RouterCore:
     alone uses it.
     """
 
-    def __init__(self, config: RouterConfig, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        environ: Mapping[str, str] = os.environ,
+        *,
+        router_type: type[Router] = Router,
+    ) -> None:
         self.config = config
         self._environ = environ
         self.index = ClusterIndex()
-        self.router = Router(
+        self.router = router_type(
             self.index, config.policy, affinity=config.affinity, balanced=config.balanced
         )
         self.index.router = self.router
@@ -73,6 +79,7 @@ class RouterCore:
         self.event_check = EventCheck(self.index, self.router)
         self.forwarder.on_cached = self._on_answer
         self.forwarder.on_failure = self.health.failed
+        self.on_admin: Callable[[], None] = lambda: None  # what an administrator wants has changed
         self._checking: asyncio.Task[None] | None = None
         self.collectors: list[Any] = []  # of those that have more to tell on /metrics
         self.deaths = 0
@@ -129,9 +136,9 @@ class RouterCore:
         instance.is_draining = True
         self.fleet.on_change()
         deadline = time.monotonic() + self.config.limits.drain_seconds
-        while instance.in_flight and time.monotonic() < deadline:
+        while self._under_way(instance) and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
-        return not instance.in_flight
+        return not self._under_way(instance)
 
     def remove(self, instance: Instance) -> None:
         """One instance less, at once; what is under way there may end."""
@@ -144,6 +151,9 @@ class RouterCore:
         instance.pool.close()
 
     # ---- inside ----
+
+    def _under_way(self, instance: Instance) -> int:
+        return instance.in_flight + self.fleet.elsewhere(instance)
 
     async def _check(self) -> None:
         """Hold tokenizers and events against the engines."""

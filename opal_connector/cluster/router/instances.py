@@ -75,6 +75,7 @@ class Fleet:
         self._max_in_flight = max_in_flight
         self._instances: dict[str, Instance] = {}
         self.on_change: Callable[[], None] = lambda: None
+        self.elsewhere: Callable[[Instance], int] = lambda _: 0  # requests of other processes
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(list(self._instances.values()))
@@ -117,4 +118,4 @@ class Fleet:
 
     def has_room(self, instance: Instance) -> bool:
         """Whether an instance may be given one more now."""
-        return instance.in_flight < self._max_in_flight
+        return instance.in_flight + self.elsewhere(instance) < self._max_in_flight

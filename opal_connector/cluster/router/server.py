@@ -21,9 +21,13 @@ from opal_connector.cluster.router.admission import Refusal
 from opal_connector.cluster.router.config import RouterConfig
 from opal_connector.cluster.router.core import RouterCore, is_taking
 from opal_connector.cluster.router.dashboard import PAGE, STATE, Dashboard
+from opal_connector.cluster.router.decide import Router
 from opal_connector.cluster.router.health import ask
 from opal_connector.cluster.router.instances import Instance
 from opal_connector.cluster.router.metrics import exposition
+from opal_connector.cluster.router.processes import Processes
+from opal_connector.cluster.router.shared_router import SharedRouter
+from opal_connector.cluster.router.siblings import Share, is_sibling
 from opal_connector.cluster.router.upstream import UpstreamBroken
 from opal_connector.cluster.router.wire import (
     ADMIN_KEY_HEADER,
@@ -56,17 +60,26 @@ class RouterServer:
     Args:
         config: The router's configuration.
         environ: Where the keys are.
+        share: Given to one of several processes that share the port, which must be a real one.
 
     Raises:
         ConfigError: A key, or a file for TLS, is not there.
     """
 
-    def __init__(self, config: RouterConfig, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        environ: Mapping[str, str] = os.environ,
+        share: Share | None = None,
+    ) -> None:
         self.config = config
         self._keys = Keys(config, environ)
         self._tls = _tls(config)
         self._max_body_bytes = parse_size_bytes(config.limits.max_body)
-        self.core = RouterCore(config, environ)
+        self.core = RouterCore(
+            config, environ, router_type=Router if share is None else SharedRouter
+        )
+        self._processes = None if share is None else Processes(share, self.core)
         self._admin = Admin(self.core)
         self._dashboard = Dashboard(self.core)
         self._handlers = self._paths()
@@ -100,11 +113,18 @@ class RouterServer:
         )
         self._runner = web.ServerRunner(server)
         await self._runner.setup()
+        if self._processes is not None:
+            await self._processes.start(self._runner)
         self._site = web.TCPSite(
-            self._runner, self.config.host, self.config.port, ssl_context=self._tls, backlog=1024
+            self._runner,
+            self.config.host,
+            self.config.port,
+            ssl_context=self._tls,
+            backlog=1024,
+            reuse_port=self._processes is not None or None,
         )
         await self._site.start()
-        self.port = self._runner.addresses[0][1]
+        self.port = next(one[1] for one in self._runner.addresses if isinstance(one, tuple))
         logger.info("listening at %s", self.url)
         if not self.config.is_loopback and not self._keys.guards_data:
             logger.warning("whoever reaches %s can use it: no api_key_env is set", self.url)
@@ -129,6 +149,8 @@ class RouterServer:
                 if connection.transport is not None:
                     connection.transport.abort()
             await self._runner.cleanup()
+        if self._processes is not None:
+            await self._processes.close()
         await self.core.close()
 
     # ---- inside ----
@@ -182,10 +204,15 @@ class RouterServer:
         return answer
 
     async def _administer(self, request: web.BaseRequest, handler: Handler) -> web.StreamResponse:
+        siblings = None if self._processes is None else self._processes.siblings
+        if siblings is not None and is_sibling(request):
+            return await self._admin.answer(handler, request)
         if not self._keys.allows_admin(request):
             if self._keys.guards_admin:
                 return error_answer(401, f"{ADMIN_KEY_HEADER} is missing or wrong")
             return error_answer(403, "without a key for the admin, only this machine may ask this")
+        if siblings is not None and not siblings.is_first:
+            return await siblings.pass_on(request)
         return await self._admin.answer(handler, request)
 
     async def _unknown(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -212,9 +239,11 @@ class RouterServer:
     async def _health(self, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG002
         return web.Response()
 
-    async def _metrics(self, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG002
-        headers = {"Content-Type": CONTENT_TYPE_LATEST}
-        return web.Response(body=exposition(self.core), headers=headers)
+    async def _metrics(self, request: web.BaseRequest) -> web.StreamResponse:
+        text = exposition(self.core)
+        if self._processes is not None and not is_sibling(request):
+            text = await self._processes.siblings.metrics(text)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _ready(self, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG002
         core = self.core

@@ -117,6 +117,7 @@ def test_who_is_not_believed_gets_no_request_for_what_it_says_that_it_holds() ->
             here.engines[0].store(tokens)
             await here.knows(here.engines[0], tokens)
             assert (await here.ask(tokens))[1] == "one"
+            await eventually(lambda: said(here, "one"), "the check to be over")
             here.core.router.believe("one", is_believed=False)
             here.engines[1].store(tokens)
             await here.knows(here.engines[1], tokens)

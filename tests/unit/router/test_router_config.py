@@ -51,8 +51,9 @@ def test_a_file_says_everything_and_the_rest_is_as_it_should_be(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"prot": 1}, "prot: unknown field; allowed here: host, port, instances"),
+        ({"prot": 1}, "prot: unknown field; allowed here: host, port, workers, instances"),
         ({"port": "a"}, "port: found 'a'; expected `int`, got `str`"),
+        ({"workers": 0}, "workers: found 0, allowed: 1 to 64"),
         ({"port": 70_000}, "port: found 70000, allowed: 0 to 65535, 0 for any free one"),
         ({"policy": "Best"}, "policy: found 'Best', allowed: RoundRobin, LeastLoaded"),
         ({"health": {"interval": 1}}, "health.interval: unknown field; allowed here: interval_"),
