@@ -97,7 +97,7 @@ export function tokenSources(state) {
       of: ({ tier_tokens: tokens }) => (Object.hasOwn(tokens, name) ? tokens[name] : 0),
     })),
     ...(state.since_start.unforeseen_tokens > 0
-      ? [{ name: "cached, not foreseen", class: "c-unforeseen", of: (period) => period.unforeseen_tokens }]
+      ? [{ name: "not foreseen", class: "c-unforeseen", of: (period) => period.unforeseen_tokens }]
       : []),
     { name: "computed", class: "c-computed", of: (period) => period.computed_tokens },
   ];
