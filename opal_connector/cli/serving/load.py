@@ -14,7 +14,7 @@ from opal_connector.cli.models import SMOLLM2, TINY_LLAMA
 from opal_connector.cli.serving.checks import (
     check_numbers,
     check_tiers,
-    has_shared_tier,
+    has_lasting_tier,
     refuse,
 )
 from opal_connector.cli.serving.engine_arguments import OWN_FLAGS, flag_name, merged_flags
@@ -72,7 +72,7 @@ def serve_config(given: Mapping[str, Any]) -> ServeConfig:
         model_path=model_path,
         instances=instances,
         router=_router(file, model_path, served_name),
-        has_shared_tier=has_shared_tier(file),
+        has_lasting_tier=has_lasting_tier(file),
     )
     _check_workers(config)
     check_tiers(config)
@@ -153,6 +153,8 @@ def _router(file: ServeFile, model_path: str, served_name: str | None) -> Router
     given = dict(file.router)
     if "instances" in given:
         refuse("router.instances", "a list", "nothing, since the instances are those of this file")
+    if given.get("workers", 1) != 1:
+        refuse("router.workers", given["workers"], "1, since this process is the router")
     try:
         config = router_config(given)
     except ConfigError as error:

@@ -8,6 +8,7 @@ in this process takes time: lines of engines are read and written by threads.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import time
@@ -66,7 +67,7 @@ class RunningCluster:
         self._scaler: Scaler | None = None
         self._prewarm: Prewarm | None = None
         prewarm = config.file.prewarm
-        if config.has_shared_tier and prewarm.prefixes and prewarm.seconds:
+        if config.has_lasting_tier and prewarm.prefixes and prewarm.seconds:
             self._prewarm = Prewarm(self.core, prewarm.prefixes, prewarm.seconds)
         self.core.collectors.append(ServeCollector(self.supervisors, self.counts))
 
@@ -131,13 +132,28 @@ class RunningCluster:
     # ---- one more, one less ----
 
     def add(self) -> str:
-        """Start one more instance and return its name: the first number that nobody has."""
-        number = 1
-        while instance_name(number) in self.supervisors:
-            number += 1
-        settings = InstanceSettings(name=instance_name(number))
+        """Start one more instance and return its name.
+
+        It is one that the file names and that is not there, or one that has failed for good, or
+        the one with the first number that nobody has: names last, and with them directories.
+        """
+        number, settings = self._next()
+        assert settings.name is not None
+        failed = self.core.fleet.get(settings.name)
+        if failed is not None:
+            self.core.remove(failed)
         self._supervise(self._planner.plan(settings, number))
-        return instance_name(number)
+        return settings.name
+
+    def _next(self) -> tuple[int, InstanceSettings]:
+        for number in itertools.count(1):
+            named = self.config.instances[number - 1 : number]
+            settings = named[0] if named else InstanceSettings(name=instance_name(number))
+            assert settings.name is not None
+            there = self.supervisors.get(settings.name)
+            if there is None or there.state is State.FAILED:
+                return number, settings
+        raise AssertionError  # there are always more numbers
 
     async def remove(self, name: str, drain_seconds: float) -> None:
         """Send an instance nothing more, wait so long for what is under way there, and stop it."""
@@ -151,7 +167,9 @@ class RunningCluster:
                         await asyncio.sleep(_POLL_SECONDS)
             if self.core.fleet.get(name) is instance:
                 self.core.remove(instance)
-        await self.supervisors.pop(name).stop(self.config.file.stop.kill_seconds)
+        # Until it has ended nobody else gets its name, and with it its directory.
+        await self.supervisors[name].stop(self.config.file.stop.kill_seconds)
+        del self.supervisors[name]
         logger.info("%s is stopped", name)
 
     # ---- the end ----

@@ -102,14 +102,20 @@ class Scaler:
             self._less()
 
     def _instances(self) -> list[str]:
-        """Those that serve or will."""
-        if self._is_elsewhere:
-            return [one.name for one in self._scaled.core.fleet if not one.is_draining]
-        return [
+        """Those that serve or will: our own, and where others scale, those that they added."""
+        supervisors = self._scaled.supervisors
+        names = [
             name
-            for name, supervisor in self._scaled.supervisors.items()
+            for name, supervisor in supervisors.items()
             if supervisor.is_active and name not in self._leaving
         ]
+        if self._is_elsewhere:
+            names += [
+                one.name
+                for one in self._scaled.core.fleet
+                if one.name not in supervisors and not one.is_draining
+            ]
+        return names
 
     async def _more(self) -> None:
         """Have one stay that is leaving, or start another one."""

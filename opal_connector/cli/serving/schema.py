@@ -75,7 +75,7 @@ class StopSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class PrewarmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How many prefixes a new instance reads from a shared tier first, and for how long at most."""
+    """How many prefixes an instance reads from its tiers first, and for how long at most."""
 
     prefixes: int = 16
     seconds: float = 10.0
@@ -108,7 +108,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     instances: tuple[InstanceSettings, ...]
     router: RouterConfig
-    has_shared_tier: bool
+    has_lasting_tier: bool
 
     @property
     def least_instances(self) -> int:

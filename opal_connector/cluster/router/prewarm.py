@@ -1,4 +1,4 @@
-"""Has an instance read the hottest prefixes from a shared tier before it takes requests."""
+"""Has an instance read the hottest prefixes from its tiers before it takes requests."""
 
 import asyncio
 import logging
@@ -38,10 +38,11 @@ _answer = msgspec.json.Decoder(_Answer)
 
 
 class Prewarm:
-    """Asks for one token after each hot prefix that lies in a shared tier and not on the instance.
+    """Asks for one token after each hot prefix that a process which has just begun can load.
 
-    The engine then loads the prefix as it would for a request, and computes next to nothing. What
-    lies nowhere is left to the first request that needs it.
+    That is what lies in a tier that it shares with others, or in one of its own that outlives it.
+    The engine loads the prefix as it would for a request, and computes next to nothing. What it
+    would have to compute is left to the first request that needs it.
     Mutable state: counters, and what `hot` has seen. The loop's thread alone uses it.
 
     Args:
@@ -84,14 +85,18 @@ class Prewarm:
     # ---- inside ----
 
     async def _joined(self, instance: Instance) -> None:
-        """Until its events have told what it is and mounts."""
-        while not any(worker in self._core.index.workers for worker in instance.worker_ids):
+        """Until its events have told what it is and has; after a restart they begin anew."""
+        while not self._core.sources.is_settled(instance) or not self._is_live(instance):
             await asyncio.sleep(_POLL_SECONDS)
+
+    def _is_live(self, instance: Instance) -> bool:
+        workers = self._core.index.workers
+        return any(name in workers and workers[name].is_live for name in instance.worker_ids)
 
     def _wanted(
         self, instance: Instance, hottest: list[PrefixRequest]
     ) -> Iterator[tuple[PrefixRequest, int]]:
-        """Those that it would load from a shared tier, and how much of each it would have."""
+        """Those that it would load from a lasting tier, and how much of each it would have."""
         index = self._core.index
         for request in hottest:
             matches = index.match(request)
@@ -99,8 +104,9 @@ class Prewarm:
                 state, match = index.workers.get(worker_id), matches.get(worker_id)
                 if state is None or match is None:
                     continue
-                shared = {tier.name for tier in state.description.tiers if tier.shared_id}
-                if any(tokens for name, tokens in match.tier_tokens.items() if name in shared):
+                tiers = state.description.tiers
+                lasting = {one.name for one in tiers if one.is_persistent or one.shared_id}
+                if any(tokens for name, tokens in match.tier_tokens.items() if name in lasting):
                     yield request, match.total_tokens
                     break
 

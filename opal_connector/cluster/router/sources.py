@@ -79,6 +79,12 @@ class EventSources:
         for source in self._followed.pop(instance.name, []):
             self.feed.remove(source.name)
 
+    def is_settled(self, instance: Instance) -> bool:
+        """Whether all that an instance has said is known, and it is being listened to."""
+        names = {source.name for source in self._followed.get(instance.name, [])}
+        statuses = [status for status in self.feed.statuses() if status.name in names]
+        return bool(statuses) and all(status.is_settled for status in statuses)
+
     def forget_volatile(self, instance: Instance) -> int:
         """An instance's process is gone, and what it had in memory with it; blocks forgotten."""
         blocks = 0

@@ -122,7 +122,7 @@ def test_an_engine_that_does_not_answer_is_not_waited_for() -> None:
 
 
 def test_what_lies_on_another_instances_own_disk_is_not_asked_for() -> None:
-    """Without a shared tier there is nothing to read."""
+    """It cannot be read from there."""
 
     async def body() -> None:
         async with world(FakeEngine("one")) as found:

@@ -16,6 +16,7 @@ from serve_world import environment, fake_cluster, lives, pids
 
 from opal_connector.cli.serving.log_sink import LogSink
 from opal_connector.cli.serving.running import RunningCluster, cluster
+from opal_connector.cli.serving.scaler import Scaler
 from opal_connector.cli.serving.supervisor import State
 from opal_connector.cluster.router.instances import Health
 
@@ -51,8 +52,7 @@ def test_the_router_answers_at_once_and_engines_come_to_it(tmp_path: Path) -> No
             assert await ask(running) == (503, None)
             await running.until_serving(seconds=30)
             assert await status_of(running, "/ready") == 200
-            served = {(await ask(running, user=str(number)))[1] for number in range(1)}
-            assert served <= {"engine-1", "engine-2"}
+            assert (await ask(running))[0] == 200
             workers = running.core.index.workers
             await eventually(lambda: {*workers} == {"engine-1", "engine-2"}, "their events")
             children = pids(running)
@@ -238,6 +238,10 @@ def test_a_command_is_told_the_wanted_number_where_somebody_else_scales(tmp_path
             tmp_path, instances=1, environment={"FAKE_TOKEN_SECONDS": 1.0}, scaling=scaling
         )
         async with cluster(config) as running:
+            assert running._guard is not None
+            scaler = Scaler(running, running._guard, running._sink)
+            await scaler.look(0)
+            assert not scaler.counts  # our own that are starting count, although nobody asks them
             await running.until_serving(seconds=30)
             under_way = [asyncio.create_task(ask(running, max_tokens=3)) for _ in range(3)]
             await eventually(said.exists, "the command")
@@ -260,5 +264,62 @@ def test_an_engine_that_hangs_is_killed_and_started_again(tmp_path: Path) -> Non
             os.kill(victim.pid, signal.SIGSTOP)
             await eventually(lambda: victim.restarts == 1, "its restart")
             await running.until_serving(seconds=30)
+
+    run(body())
+
+
+def test_names_last_so_that_directories_are_found_again(tmp_path: Path) -> None:
+    """Who comes is first one that the file names, with what it has of its own; a failed one too."""
+    instances = [{"name": "left"}, {"name": "right", "environment": {"FAKE_FIRST_LINE": "right"}}]
+
+    async def body() -> None:
+        async with cluster(fake_cluster(tmp_path, instances=instances)) as running:
+            await running.until_serving(seconds=30)
+            await running.remove("right", drain_seconds=1)
+            assert [*running.supervisors] == ["left"]
+            assert (running.add(), running.add()) == ("right", "engine-3")
+            again = running.supervisors["right"].plan
+            assert again.environment["FAKE_FIRST_LINE"] == "right"
+            await running.until_serving(3, seconds=30)
+            running.supervisors["right"].state = State.FAILED
+            running.supervisors["right"].kill()
+            assert running.add() == "right"
+
+    run(body())
+
+
+def test_one_that_is_leaving_stays_when_the_queue_grows_again(tmp_path: Path) -> None:
+    """That is faster than to start another one."""
+    scaling = {
+        "max_queue_threshold": 2,
+        "scale_latency": 0,
+        "min_workers": 1,
+        "max_workers": 2,
+        "quiet_seconds": 0.0,
+        "scale_in_share": 1.0,
+    }
+
+    async def body() -> None:
+        environment = {"FAKE_TOKEN_SECONDS": 0.5}
+        config = fake_cluster(tmp_path, scaling=scaling, environment=environment)
+        async with cluster(config) as running:
+            await running.until_serving(seconds=30)
+            running.core.router.set_policy("RoundRobin")
+            pids_before = pids(running)
+            assert running._guard is not None
+            scaler = Scaler(running, running._guard, running._sink)
+            instance = running.core.fleet.get("engine-2")
+            assert instance is not None
+            long = [asyncio.create_task(ask(running, max_tokens=12)) for _ in range(2)]
+            await eventually(lambda: instance.in_flight, "a request there")
+            await scaler.look(0)
+            await eventually(lambda: instance.is_draining, "its leave")
+            more = [asyncio.create_task(ask(running, max_tokens=6)) for _ in range(3)]
+            await eventually(lambda: running.core.forwarder.under_way == 5, "more requests")
+            await scaler.look(1)
+            assert not instance.is_draining
+            assert [status for status, _ in await asyncio.gather(*long, *more)] == [200] * 5
+            assert pids(running) == pids_before
+            await scaler.close()
 
     run(body())

@@ -186,6 +186,7 @@ def test_a_model_may_be_a_name_that_is_ready(
         ),
         ({"vllm": {"block-size": 1, "block_size": 2}}, r"vllm: found the flag 'block_size' twice"),
         ({"router": {"instances": []}}, r"router.instances: found 'a list', allowed: nothing"),
+        ({"router": {"workers": 2}}, r"router.workers: found 2, allowed: 1, since this process"),
         ({"router": {"policy": "Best"}}, r"router.policy: found 'Best', allowed: RoundRobin"),
         ({"tiers": {"kvc_tiers": ["RAM"]}}, r"tiers.kvc_tiers\[0\]: found 'RAM', allowed: CPUMem"),
         ({"tiers": {"instance_id": "me"}}, r"tiers.instance_id: found 'me', allowed: nothing"),
