@@ -53,7 +53,10 @@ async def run(
         split = split_tokens(run.records, await instances.end())
     return BenchResult(
         workload=workload.kind,
-        settings=msgspec.to_builtins(workload, enc_hook=str),  # a trace is a path
+        settings={
+            **msgspec.to_builtins(workload, enc_hook=str),  # a trace is a path
+            "vocab_size": vocabulary.end,
+        },
         url=target.base,
         endpoint=endpoint,
         model=client.model,

@@ -5,7 +5,7 @@ A workload is a frozen set of parameters; equal parameters make equal prompts in
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import shake_128
 from random import Random
 from typing import Annotated, Any, ClassVar, Final
 
@@ -15,6 +15,7 @@ from msgspec import Meta
 
 Message = dict[str, Any]  # as the OpenAI API has it: "role" and "content" at least
 FIRST_TOKEN_ID: Final = 32
+_DIGEST_BYTES: Final = 4  # of a token id
 _REQUESTS_WITHOUT_A_LIMIT: Final = 100
 
 
@@ -40,10 +41,10 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
     def tokens(self, count: int, *key: int | str) -> list[int]:
         """So many token ids that look random; the longer run of a key begins with the shorter."""
-        # A bit generator's numbers never change with numpy's version, those of others may.
-        seed = int.from_bytes(sha256(repr(key).encode()).digest())
-        numbers = np.random.PCG64(seed).random_raw(count)
-        ids: list[int] = (np.asarray(numbers) % (self.end - self.first) + self.first).tolist()
+        # A hash of any length: the same in every process and with every version of anything.
+        digest = shake_128(repr(key).encode()).digest(_DIGEST_BYTES * count)
+        numbers = np.frombuffer(digest, dtype="<u4")
+        ids: list[int] = (numbers % (self.end - self.first) + self.first).tolist()
         return ids
 
 
