@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import importlib.util
+import signal
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -98,6 +100,8 @@ def _bench(kind: type[Workload], options: dict[str, Any]) -> None:
         if plot_file is not None:
             _plot(plot_file, result)
     click.echo(table(report.summary))
+    if result.is_stopped:
+        raise click.Abort
     if not report.summary.successful_requests:
         raise CommandFailure(_why(result))
 
@@ -140,9 +144,31 @@ def _run(workload: Workload, target: "Target", vocabulary: Vocabulary) -> BenchR
         ConsoleReporter().step(label, count) as advance,
         asyncio.Runner(loop_factory=_loop_factory()) as runner,
     ):
-        return runner.run(
-            run(workload, target, vocabulary=vocabulary, on_record=lambda _record: advance(1))
-        )
+
+        async def until_interrupted() -> BenchResult:
+            return await run(
+                workload,
+                target,
+                vocabulary=vocabulary,
+                on_record=lambda _record: advance(1),
+                stop=_interruption(),
+            )
+
+        return runner.run(until_interrupted())
+
+
+def _interruption() -> asyncio.Event:
+    """Set by the first Ctrl-C, so that what was measured is shown; a second one ends at once."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        stop.set()
+
+    if threading.current_thread() is threading.main_thread():
+        loop.add_signal_handler(signal.SIGINT, interrupt)
+    return stop
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -5,6 +5,8 @@ What is to be sent next is made and encoded before it is due.
 """
 
 import asyncio
+import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -29,6 +31,7 @@ async def run(
     *,
     vocabulary: Vocabulary = _DEFAULT_VOCABULARY,
     on_record: OnRecord = lambda _record: None,
+    stop: asyncio.Event | None = None,
 ) -> BenchResult:
     """Sends all requests of a workload and returns what came of every one.
 
@@ -37,6 +40,7 @@ async def run(
         target: Whom to ask, and how.
         vocabulary: The token ids that prompts are made of.
         on_record: Told of every request when it is over.
+        stop: Ends the run when it is set; what was under way is cut off and no record.
 
     Raises:
         CommandFailure: No model was named and the server names none.
@@ -49,7 +53,7 @@ async def run(
         instances = Instances(target, session)
         await instances.begin()
         run = _Run(workload, client, on_record)
-        await run.all(vocabulary)
+        await run.all(vocabulary, stop or asyncio.Event())
         split = split_tokens(run.records, await instances.end())
     return BenchResult(
         workload=workload.kind,
@@ -63,6 +67,8 @@ async def run(
         duration_seconds=_duration_seconds(run.records),
         requests=run.records,
         not_sent=run.not_sent,
+        is_stopped=run.is_stopped,
+        cut_off=run.cut_off,
         tier_tokens=split.tier_tokens,
         client_cpu_seconds=run.cpu_seconds,
         notes=[*dict.fromkeys(instances.notes), *split.notes],
@@ -121,6 +127,8 @@ class _Run:
     def __init__(self, workload: Workload, client: Client, on_record: OnRecord) -> None:
         self.records: list[RequestRecord] = []
         self.not_sent = 0
+        self.is_stopped = False
+        self.cut_off = 0
         self._workload = workload
         self._client = client
         self._on_record = on_record
@@ -129,28 +137,49 @@ class _Run:
         self.cpu_seconds = 0.0  # of this process
         self._started = 0.0
 
-    async def all(self, vocabulary: Vocabulary) -> None:
-        """Sends everything and waits for the answers."""
+    async def all(self, vocabulary: Vocabulary, stop: asyncio.Event) -> None:
+        """Sends everything and waits for the answers, or until it is to stop."""
+        work = asyncio.ensure_future(self._work(vocabulary))
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            self.is_stopped = not work.done()
+        finally:
+            stopping.cancel()
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+
+    async def _work(self, vocabulary: Vocabulary) -> None:
         conversations = self._workload.conversations(vocabulary)
-        cpu_seconds = time.process_time()
-        async with asyncio.TaskGroup() as group:
-            for conversation in conversations:
-                turns = iter(conversation.turns)
-                turn = next(turns, None)
-                if turn is None:
-                    continue
-                prompt = _Prompt(self._client)
-                body = prompt.take(turn)
-                if not self._started:  # reading a trace is no part of the time
-                    self._started, cpu_seconds = time.perf_counter(), time.process_time()
-                due_seconds = conversation.start_seconds + turn.delay_seconds
-                await self._until(due_seconds)
-                await self._conversations.acquire()
-                # The place is taken here: what waits for one must not pile up as tasks.
-                await self._requests.acquire()
-                record = self._record(conversation, 0, turn, due_seconds)
-                group.create_task(self._converse(conversation, turns, prompt, body, record))
-        self.cpu_seconds = time.process_time() - cpu_seconds
+        # A trace is read for the first one: what is wrong with it is no error among tasks, and
+        # the time that it takes no part of the run.
+        first = next(conversations, None)
+        if first is None:
+            return
+        self._started, cpu_seconds = time.perf_counter(), time.process_time()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for conversation in itertools.chain((first,), conversations):
+                    await self._begin(conversation, group)
+        finally:
+            self.cpu_seconds = time.process_time() - cpu_seconds
+
+    async def _begin(self, conversation: Conversation, group: asyncio.TaskGroup) -> None:
+        """Waits until a conversation may begin, with its first request ready."""
+        turns = iter(conversation.turns)
+        turn = next(turns, None)
+        if turn is None:
+            return
+        prompt = _Prompt(self._client)
+        body = prompt.take(turn)
+        due_seconds = conversation.start_seconds + turn.delay_seconds
+        await self._until(due_seconds)
+        await self._conversations.acquire()
+        # The place is taken here: what waits for one must not pile up as tasks.
+        await self._requests.acquire()
+        record = self._record(conversation, 0, turn, due_seconds)
+        group.create_task(self._converse(conversation, turns, prompt, body, record))
 
     async def _converse(
         self,
@@ -181,6 +210,9 @@ class _Run:
         try:
             record.sent_seconds = self._now()
             await self._client.ask(body, record)
+        except asyncio.CancelledError:
+            self.cut_off += 1
+            raise
         finally:
             self._requests.release()
         self.records.append(record)

@@ -88,6 +88,8 @@ class BenchResult(msgspec.Struct, kw_only=True):
         duration_seconds: From the first request's sending to the last answer's end.
         requests: All that were sent, in the order of their end.
         not_sent: Turns that came too late: one before them in their conversation failed.
+        is_stopped: Whether it ended before the workload did.
+        cut_off: Requests that were under way then; they are no records.
         tier_tokens: Prompt tokens of the successful requests by where they came from, the cache
             misses last; None where that is not known.
         client_cpu_seconds: What this process itself spent.
@@ -102,6 +104,8 @@ class BenchResult(msgspec.Struct, kw_only=True):
     duration_seconds: float = 0.0
     requests: list[RequestRecord] = []
     not_sent: int = 0
+    is_stopped: bool = False
+    cut_off: int = 0
     tier_tokens: dict[str, int] | None = None
     client_cpu_seconds: float = 0.0
     notes: list[str] = []

@@ -155,6 +155,10 @@ def _phases(answered: list[RequestRecord]) -> dict[str, Spread]:
 
 def _notes(result: BenchResult, answered: list[RequestRecord]) -> list[str]:
     notes = []
+    if result.is_stopped:
+        notes.append(
+            f"Stopped early: {result.cut_off} requests were under way, and are in no figure."
+        )
     silent = sum(not record.is_usage_reported for record in answered)
     if silent:
         notes.append(

@@ -4,7 +4,11 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -280,8 +284,6 @@ def test_plot_is_drawn(engine: FakeEngine, tmp_path: Path) -> None:
 
 def test_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without aiohttp the user learns the extra's name."""
-    import sys
-
     monkeypatch.setitem(sys.modules, "opal_connector.cli.bench.client", None)
 
     result = run("uniform", "--url", "http://127.0.0.1:9", "--total-requests", "1")
@@ -329,3 +331,42 @@ def test_bad_trace_is_one_sentence(engine: FakeEngine, tmp_path: Path) -> None:
 
     assert result.exit_code == 2
     assert "bad.jsonl: line 1, hash_ids: missing." in result.stderr
+
+
+def test_trace_of_which_nothing_is_left_is_one_sentence(engine: FakeEngine, tmp_path: Path) -> None:
+    """Limits that leave nothing are a mistake, not an empty table."""
+    trace = lines(
+        tmp_path / "one.jsonl",
+        {"timestamp": 1, "input_length": 50, "hash_ids": [1, 2, 3, 4], "output_length": 1},
+    )
+
+    result = run("trace", trace, "--url", engine.url, "--input-length-max", "10")
+
+    assert result.exit_code == 2
+    assert "nothing of one.jsonl is within limits." in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_first_interruption_shows_what_was_measured(engine: FakeEngine, tmp_path: Path) -> None:
+    """Ctrl-C after an hour does not throw the hour away."""
+    engine.token_seconds = 0.05
+    output = tmp_path / "out.txt"
+    arguments = ["bench", "uniform", "--url", engine.url, *SIZES, "--request-rate", "20"]
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "opal_connector.cli.main", *arguments], stdout=file
+        )
+        try:
+            deadline = time.monotonic() + 30
+            while engine.ended["whole"] < 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 1
+        finally:
+            process.kill()
+            process.wait()
+
+    shown = output.read_text()
+    assert "Successful requests:" in shown
+    assert "Note: Stopped early:" in shown

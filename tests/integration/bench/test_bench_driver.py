@@ -1,5 +1,6 @@
 """The driver against an engine without a model: who is asked what, when, and what is counted."""
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -9,11 +10,19 @@ from typing import Any
 import pytest
 from aiohttp import web
 from fake_engine import FakeEngine
-from router_world import run, world
+from router_world import eventually, run, world
 
-from opal_connector.cli.bench import Conversation, Sessions, Turn, Vocabulary, Workload
+from opal_connector.cli.bench import (
+    Conversation,
+    RequestRecord,
+    Sessions,
+    Turn,
+    Vocabulary,
+    Workload,
+)
 from opal_connector.cli.bench.client import CHAT, COMPLETIONS, Target
 from opal_connector.cli.bench.driver import run as bench
+from opal_connector.cli.bench.summary import summarize
 
 
 def bodies(engine: FakeEngine) -> list[dict[str, Any]]:
@@ -246,6 +255,55 @@ def test_nobody_listens() -> None:
         result = await bench(Given(given=singles(2)), target)
 
         assert [one.error for one in result.requests] == ["no_connection"] * 2
+
+    run(body())
+
+
+def test_stop_keeps_what_was_measured() -> None:
+    """A run that is cut short is a result of what was over, and says what was not."""
+
+    async def body() -> None:
+        engine = await FakeEngine(has_events=False, token_seconds=0.01).start()
+        stop = asyncio.Event()
+        seen: list[RequestRecord] = []
+
+        def on_record(record: RequestRecord) -> None:
+            seen.append(record)
+            if len(seen) == 4:
+                stop.set()
+
+        try:
+            workload = Given(given=singles(100), at_once=2)
+            result = await bench(workload, Target(url=engine.url), on_record=on_record, stop=stop)
+        finally:
+            await engine.close()
+
+        assert result.is_stopped
+        assert result.requests == seen
+        assert 4 <= len(seen) <= 6
+        assert 1 <= result.cut_off <= 2
+        assert "Stopped early" in summarize(result).notes[0]
+
+    run(body())
+
+
+def test_cancelled_run_leaves_nothing_behind() -> None:
+    """Who imports the driver may give up on it: requests end, and the cancellation is heard."""
+
+    async def body() -> None:
+        engine = await FakeEngine(has_events=False).start()
+        engine.fault = "hang"
+        try:
+            work = asyncio.ensure_future(
+                bench(Given(given=singles(3)), Target(url=engine.url, model="any"))
+            )
+            await eventually(lambda: engine.running == 3, "requests under way")
+            work.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await work
+            await eventually(lambda: engine.running == 0, "their end")
+        finally:
+            await engine.close()
 
     run(body())
 
