@@ -23,6 +23,22 @@ class _Fields(msgspec.Struct):
     chat_template: Any = None
     chat_template_kwargs: Any = None
     tools: msgspec.Raw = msgspec.Raw()
+    documents: Any = None
+    reasoning_effort: Any = None
+    prompt_embeds: Any = None
+    truncate_prompt_tokens: Any = None
+    prompt_logprobs: Any = None
+    echo: Any = None
+    logprobs: Any = None
+    top_logprobs: Any = None
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the prompt's own tokens are judged: then an engine computes all of it."""
+        if self.prompt_logprobs is not None:
+            return True
+        logprobs = self.top_logprobs if bytes(self.messages) else self.logprobs
+        return bool(self.echo) and logprobs is not None
 
 
 _fields = msgspec.json.Decoder(_Fields)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from aiohttp import web
 
+from opal_connector.cluster.request import PrefixRequest
 from opal_connector.cluster.router.admission import Admission, Placement
 from opal_connector.cluster.router.bodies import RequestBody, read_body
 from opal_connector.cluster.router.config import LimitsConfig, policy_name
@@ -21,6 +22,7 @@ from opal_connector.cluster.router.histogram import (
     Histogram,
 )
 from opal_connector.cluster.router.instances import Fleet, Instance
+from opal_connector.cluster.router.prompt_forms import prompt_form
 from opal_connector.cluster.router.prompt_tokens import PromptTokens
 from opal_connector.cluster.router.upstream import UpstreamBroken
 from opal_connector.cluster.router.wire import POLICY_HEADER, SESSION_HEADER, error_answer
@@ -85,11 +87,7 @@ class Forwarder:
             ConfigError: It names a policy that does not exist.
         """
         policy = headers.get(POLICY_HEADER)
-        prefix = None
-        for source in self._tokens:
-            prefix = await source.tokens(path, body)
-            if prefix is not None:
-                break
+        prefix = await self._prefix(path, body)
         self.counts["tokens", "unknown" if prefix is None else "known"] += 1
         if prefix is not None:
             prompt_tokens = len(prefix.token_ids)
@@ -102,6 +100,17 @@ class Forwarder:
             session_id=headers.get(SESSION_HEADER) or body.user,
             policy=policy_name(POLICY_HEADER, policy) if policy is not None else None,
         )
+
+    async def _prefix(self, path: str, body: RequestBody) -> PrefixRequest | None:
+        """The prompt's tokens, from the first who knows them."""
+        form = prompt_form(path, body)
+        if form is None:
+            return None
+        for source in self._tokens:
+            prefix = await source.tokens(*form)
+            if prefix is not None:
+                return prefix
+        return None
 
     async def forward(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
         """Answer a request with what an instance answers.

@@ -85,7 +85,7 @@ class LocalTokenizer:
         template = fields.get("chat_template")
         rendered = self._tokenizer.apply_chat_template(
             messages,
-            tools=fields.get("tools") or None,
+            tools=_tools(fields.get("tools")),
             documents=fields.get("documents") or None,
             chat_template=template if isinstance(template, str) else None,
             add_generation_prompt=bool(fields.get("add_generation_prompt", True)),
@@ -172,10 +172,25 @@ def _with_parsed_calls(message: dict[str, Any]) -> dict[str, Any]:
     parsed = []
     for call in calls:
         function = call["function"]
-        if isinstance(function.get("arguments"), str):
-            function = {**function, "arguments": json.loads(function["arguments"] or "{}")}
-        parsed.append({**call, "function": function})
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments or "{}")
+        # vLLM's order: a template may write the whole of it.
+        ordered = {"arguments": arguments, "name": function.get("name"), **function}
+        parsed.append({**call, "function": {**ordered, "arguments": arguments}})
     return {**message, "tool_calls": parsed}
+
+
+def _tools(given: Any) -> list[dict[str, Any]] | None:
+    """Tools as vLLM gives them to a template: its own fields, in its order, null where left out."""
+    tools = []
+    for tool in given or ():
+        function = tool["function"]
+        written = {name: function.get(name) for name in ("name", "description", "parameters")}
+        later = {name: function.get(name) for name in ("strict", "defer_loading")}
+        written |= {name: value for name, value in later.items() if value is not None}
+        tools.append({"type": "function", "function": written})
+    return tools or None
 
 
 def _is_text(part: Any) -> bool:

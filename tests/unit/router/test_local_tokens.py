@@ -125,6 +125,30 @@ def test_tools_calls_and_template_arguments_reach_the_template(local: LocalToken
     assert ask(local, CHAT, body) == tokenizer(text, add_special_tokens=False).input_ids
 
 
+def test_tools_and_calls_reach_the_template_as_the_engine_writes_them(
+    local: LocalTokenizer,
+) -> None:
+    """What was left out is null, what vLLM does not know is gone, and its order is kept."""
+    tokenizer = make_tokenizer()
+    call = {"id": "1", "function": {"name": "fox", "arguments": "{}", "extra": 1}}
+    tools = [
+        {"function": {"parameters": {"z": 1, "a": 2}, "name": "fox", "strict": None, "x": 1}},
+        {"type": "function", "function": {"name": "dog", "strict": True}},
+    ]
+    body = {
+        "messages": [{"role": "assistant", "content": "", "tool_calls": [call]}],
+        "tools": tools,
+        "chat_template": "{{ tools | tojson }}{{ messages[0].tool_calls[0].function | tojson }}",
+    }
+    text = (
+        '[{"type": "function", "function": {"name": "fox", "description": null, '
+        '"parameters": {"z": 1, "a": 2}}}, {"type": "function", "function": {"name": "dog", '
+        '"description": null, "parameters": null, "strict": true}}]'
+        '{"arguments": {}, "name": "fox", "extra": 1}'
+    )
+    assert ask(local, CHAT, body) == tokenizer(text, add_special_tokens=False).input_ids
+
+
 def test_a_completion_has_the_models_first_token(local: LocalTokenizer) -> None:
     tokenizer = make_tokenizer()
     long = "the fox " * 2_000
