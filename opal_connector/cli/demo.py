@@ -103,6 +103,12 @@ def _writable(_ctx: click.Context, _parameter: click.Parameter, path: Path | Non
     help="Two servers on one directory: cold on one, warm on the other.",
 )
 @click.option(
+    "--cluster",
+    "scene",
+    flag_value="cluster",
+    help="Two servers behind a router: conversations of several people by three policies.",
+)
+@click.option(
     "--server-log",
     type=click.Path(dir_okay=False, path_type=Path),
     callback=_writable,
@@ -118,6 +124,9 @@ def demo(
     server_log: Path | None,
 ) -> None:
     """Serve a small real model on the CPU and see a long prompt hit Opal's tiers."""
+    if scene == "cluster":
+        _demonstrate_cluster(json_file, layers, server_log, tiers=tiers)
+        return
     names = tuple((tiers or _DEFAULT_TIERS[scene]).split(","))
     reporter = ConsoleReporter()
     with (
@@ -148,6 +157,36 @@ def demo(
         show(report, measurement.cold.text)
         if complaint := verdict(report):
             raise CommandFailure(f"{complaint} The server's log is {log_path}.")
+
+
+def _demonstrate_cluster(
+    json_file: Path | None, layers: int | None, server_log: Path | None, *, tiers: str | None
+) -> None:
+    if tiers is not None:
+        raise CommandError("--tiers: the tiers of --cluster are fixed; leave it out.")
+    reporter = ConsoleReporter()
+    with (
+        plain_failures(extra="demo,router"),
+        _log_file(server_log) as log_path,
+        tempfile.TemporaryDirectory(prefix="opal-demo-") as directory,
+    ):
+        from opal_connector.cli import demo_cluster, demo_cluster_report
+
+        model = ensure_smollm2(layers, reporter=reporter)
+        results = demo_cluster.run_cluster(
+            model, Path(directory), log_path, demo_cluster.CONVERSATIONS, reporter
+        )
+        report = demo_cluster_report.summarize_cluster(
+            results,
+            instance_count=demo_cluster.INSTANCE_COUNT,
+            model=model.name,
+            machine=machine_facts(),
+        )
+        if json_file is not None:
+            json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+        demo_cluster_report.show_cluster(report)
+        if wrong := demo_cluster_report.complaint(report):
+            raise CommandFailure(f"{wrong} The servers' log is {log_path}.")
 
 
 def _settings(names: tuple[str, ...], directory: Path) -> dict[str, Any]:
