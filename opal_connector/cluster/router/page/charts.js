@@ -110,7 +110,10 @@ export class Chart {
         }
         path += `${isDrawing ? "L" : "M"}${this.x(place).toFixed(1)} ${this.y(value).toFixed(1)}`;
         const isAlone = !isDrawing && (this.points[place + 1]?.values[number] ?? null) === null;
-        if (isAlone) path += "h0.1";
+        if (isAlone) {
+          const dot = { class: `dot-alone ${series.class}`, r: 2.5 };
+          parts.push(drawing("circle", { ...dot, cx: this.x(place), cy: this.y(value) }));
+        }
         isDrawing = true;
       });
       if (path !== "") parts.push(drawing("path", { class: `line ${series.class}`, d: path }));
