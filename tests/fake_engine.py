@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 import time
 from collections import Counter, OrderedDict
 from typing import Any
@@ -62,6 +63,7 @@ class FakeEngine:
         self.on_host: list[ObjectFact] = []
         self.on_disk: list[ObjectFact] = []
         self.streamed_events = 0
+        self.tls: ssl.SSLContext | None = None
         self.padding = ""  # of every event of a stream
         self.running = 0
         self.prefilled_tokens = 0
@@ -89,7 +91,7 @@ class FakeEngine:
         server = web.Server(self._handle, handler_cancellation=True, access_log=None)
         self._runner = web.ServerRunner(server)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self.tls)
         await site.start()
         self.port = self._runner.addresses[0][1]
 
@@ -143,7 +145,7 @@ class FakeEngine:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'http' if self.tls is None else 'https'}://127.0.0.1:{self.port}"
 
     @property
     def events(self) -> str:

@@ -1,5 +1,6 @@
 """Where an engine publishes its KV events, as its HTTP server says."""
 
+import ssl
 import urllib.request
 from http.client import HTTPException
 from typing import Any, Final
@@ -36,6 +37,7 @@ def discover(
     model: str = "",
     block_tokens: int | None = None,
     timeout_seconds: float = 5.0,
+    tls: ssl.SSLContext | None = None,
 ) -> list[VllmSource]:
     """Ask an engine's server for its event sources, one per rank. Waits; not for an event loop.
 
@@ -45,6 +47,7 @@ def discover(
         model: What its requests call the model.
         block_tokens: The engine's block size; without it, that of the first block stored.
         timeout_seconds: How long the server may take.
+        tls: How its certificate is judged; without it, by those of the system.
 
     Raises:
         DiscoveryError: It is not reached, answers something else, or publishes nothing.
@@ -59,7 +62,8 @@ def discover(
     host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
     name = worker or url.netloc.rpartition("@")[2]
     sources = []
-    for rank, config in sorted(_ranks(http_base_url.rstrip("/") + _PATH, timeout_seconds).items()):
+    ranks = _ranks(http_base_url.rstrip("/") + _PATH, timeout_seconds, tls)
+    for rank, config in sorted(ranks.items()):
         if not config.enable_kv_cache_events or config.publisher != "zmq" or not config.endpoint:
             continue
         replay = config.replay_endpoint
@@ -81,9 +85,15 @@ def discover(
     return sources
 
 
-def _ranks(url: str, timeout_seconds: float) -> dict[int, _EventsConfig]:
+def _ranks(
+    url: str, timeout_seconds: float, tls: ssl.SSLContext | None
+) -> dict[int, _EventsConfig]:
+    # No proxies: whoever asks an engine for its events reaches it as directly as its events.
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
+    )
     try:
-        with urllib.request.urlopen(url, timeout=timeout_seconds) as response:
+        with opener.open(url, timeout=timeout_seconds) as response:
             body = response.read(_MAX_BYTES + 1)
     except (OSError, ValueError, HTTPException) as error:
         raise DiscoveryError(f"{url} does not answer: {error}") from error

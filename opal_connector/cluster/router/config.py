@@ -43,6 +43,7 @@ class InstanceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     `events` is the endpoint of its native channel, with data parallel ranks one for each.
     `vllm_events` is for an engine without Opal: an endpoint, all of `VllmEvents`, or `auto`, which
     asks the server. Without either, only its load is known. The key for it is in the environment.
+    `ca_file` has the certificates by which its own is judged, in place of the system's.
     """
 
     url: str
@@ -50,6 +51,7 @@ class InstanceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     vllm_events: str | VllmEvents | None = None
     name: str | None = None
     api_key_env: str | None = None
+    ca_file: str | None = None
 
     @property
     def label(self) -> str:
@@ -278,6 +280,8 @@ def _check_instance(field: str, instance: InstanceConfig) -> None:
         _refuse(f"{field}.url", shown, "http://HOST:PORT or https://HOST:PORT")
     if instance.name is not None and not _NAME.fullmatch(instance.name):
         _refuse(f"{field}.name", instance.name, "1 to 128 characters without spaces and slashes")
+    if instance.ca_file is not None and not instance.address.is_tls:
+        _refuse(f"{field}.ca_file", instance.ca_file, "nothing, since `url` is no https")
     for endpoint in instance.channels:
         _check_endpoint(f"{field}.events", endpoint)
     events = instance.vllm_events

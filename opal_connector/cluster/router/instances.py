@@ -1,5 +1,6 @@
 """The instances that a router sends to, and which of them take requests."""
 
+import ssl
 from collections.abc import Callable, Collection, Iterator
 from enum import StrEnum
 from typing import Final
@@ -7,6 +8,7 @@ from typing import Final
 from opal_connector.cluster.router.breaker import Breaker, BreakerSettings
 from opal_connector.cluster.router.config import InstanceConfig
 from opal_connector.cluster.router.upstream import ConnectionPool
+from opal_connector.config import ConfigError
 
 _RANK: Final = "/dp"
 
@@ -25,6 +27,9 @@ class Instance:
 
     Mutable state: its health, its breaker, what is under way there, which workers it is and what
     they serve. The loop's thread alone uses it.
+
+    Raises:
+        ConfigError: `ca_file` holds no certificates.
     """
 
     def __init__(
@@ -38,7 +43,8 @@ class Instance:
         self.config = config
         self.name = config.label
         self.api_key = api_key
-        self.pool = ConnectionPool(config.address, connect_seconds)
+        self.tls = _tls(config)
+        self.pool = ConnectionPool(config.address, connect_seconds, self.tls)
         self.breaker = Breaker(breaker)
         self.health = Health.NEW
         self.failing_since: float | None = None
@@ -63,6 +69,18 @@ class Instance:
             return None
         _, found, rank = worker_id.rpartition(_RANK)
         return int(rank) if found and rank.isdecimal() else 0
+
+
+def _tls(config: InstanceConfig) -> ssl.SSLContext | None:
+    """By which certificates an instance's own is judged; None where it has none."""
+    if not config.address.is_tls:
+        return None
+    try:
+        return ssl.create_default_context(cafile=config.ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"ca_file: found {config.ca_file!r}, which holds no certificates in PEM ({error})"
+        ) from None
 
 
 class Fleet:

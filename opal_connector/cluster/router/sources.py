@@ -65,7 +65,7 @@ class EventSources:
         config = instance.config
         self._followed[instance.name] = []
         if config.vllm_events == "auto":
-            self._asking[instance.name] = asyncio.create_task(self._discover(config))
+            self._asking[instance.name] = asyncio.create_task(self._discover(instance))
             return
         for source in _sources(config):
             self.feed.add(source)
@@ -110,11 +110,14 @@ class EventSources:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.feed.close()
 
-    async def _discover(self, config: InstanceConfig) -> None:
+    async def _discover(self, instance: Instance) -> None:
         """Ask a server for its events until it tells."""
+        config = instance.config
         while True:
             try:
-                sources = await asyncio.to_thread(discover, config.url, worker=config.label)
+                sources = await asyncio.to_thread(
+                    discover, config.url, worker=config.label, tls=instance.tls
+                )
                 for source in sources:
                     self.feed.add(source)
                     self._followed[config.label].append(source)

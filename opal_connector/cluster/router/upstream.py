@@ -258,11 +258,13 @@ class ConnectionPool:
     alone uses it.
     """
 
-    def __init__(self, address: Address, connect_seconds: float) -> None:
+    def __init__(
+        self, address: Address, connect_seconds: float, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.address = address
         self._connect_seconds = connect_seconds
         self._loop = asyncio.get_running_loop()
-        self._tls = ssl.create_default_context() if address.is_tls else None
+        self._tls = (tls or ssl.create_default_context()) if address.is_tls else None
         self._idle: list[UpstreamConnection] = []
         self._in_use: set[UpstreamConnection] = set()
 

@@ -1,13 +1,9 @@
 """What is too much, what is odd, and what must not be said."""
 
 import asyncio
-import datetime
 import gzip
-import ipaddress
 import json
 import logging
-import ssl
-from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine
@@ -83,17 +79,33 @@ def test_what_is_no_request_is_the_engines_to_judge(raw: bytes) -> None:
     run(body())
 
 
-def test_neither_keys_nor_prompts_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_neither_keys_nor_prompts_nor_sessions_are_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """At the level of DEBUG, whatever goes wrong with a request or its tokens."""
+
     async def body() -> None:
         one, two = FakeEngine("one"), FakeEngine("two")
         keys = {"security": {"api_key_env": "DATA", "admin_key_env": "ADMIN"}}
         environ = {"DATA": "data-secret", "ADMIN": "admin-secret"}
         async with world(one, two, environ=environ, **keys) as made:
             headers = {"Authorization": "Bearer data-secret", "X-Opal-Admin-Key": "admin-secret"}
+            headers["X-Session-ID"] = "private-session"
+            words = "my private words"
+            asked = {"prompt": words, "user": "private person", "cache_salt": "private salt"}
+            chat = {"messages": [{"role": "user", "content": words}], "tools": [{"private": 1}]}
+            response = {"input": words, "instructions": words, "reasoning": {"effort": words}}
             for fault in (None, "reset", "garbage", 500, 503):
                 one.fault = two.fault = fault
-                for raw in (b'{"prompt": "my private words"}', b"{my private words"):
-                    async with made.post(raw, headers=headers) as answer:
+                for path, raw in (
+                    ("/v1/completions", json.dumps(asked).encode()),
+                    ("/v1/completions", b"{my private words"),
+                    ("/v1/chat/completions", json.dumps(chat).encode()),
+                    ("/v1/responses", json.dumps(response).encode()),
+                    ("/v1/embeddings", json.dumps({"input": words}).encode()),
+                    ("/route", json.dumps(asked).encode()),
+                ):
+                    async with made.post(raw, path, headers=headers) as answer:
                         await answer.read()
             for line in (
                 b"Authorization: Bearer data-secret\x00\r\n",
@@ -119,56 +131,6 @@ def test_neither_keys_nor_prompts_are_logged(caplog: pytest.LogCaptureFixture) -
     assert "no HTTP" in said
     assert "secret" not in said
     assert "private" not in said
-
-
-def test_it_speaks_tls_when_it_is_told_to(tmp_path: Path) -> None:
-    certificate, key = _certificate(tmp_path)
-
-    async def body() -> None:
-        security = {"tls_certificate": str(certificate), "tls_key": str(key)}
-        async with world(FakeEngine("one"), security=security) as made:
-            context = ssl.create_default_context(cafile=str(certificate))
-            url = f"https://127.0.0.1:{made.server.port}/v1/completions"
-            asked = {"prompt": PROMPT, "stream": True}
-            async with made.client.post(url, json=asked, ssl=context) as answer:
-                assert answer.status == 200
-                assert b"[DONE]" in await answer.read()
-
-    run(body())
-
-
-def _certificate(directory: Path) -> tuple[Path, Path]:
-    """A certificate for this machine, signed by itself."""
-    pytest.importorskip("cryptography")
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "here")])
-    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    paths = directory / "certificate.pem", directory / "key.pem"
-    paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    paths[1].write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    return paths
 
 
 def test_a_client_that_sends_no_whole_body_leaves_nothing_behind() -> None:
