@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,19 +20,25 @@ _RANK = 8
 _HIDDEN = 64
 # A model that speaks nonsense would go on with spaces for ever.
 _STRUCTURED = {"backend": "xgrammar", "disable_any_whitespace": True}
-# The model's own template, which knows no tools: they are written in front.
-TEMPLATE = (
+# Everything that a template may be given leaves its mark.
+_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}<|im_end|>\n{% endfor %}"
+    "{% if documents %}{{ documents | tojson }}\n{% endif %}"
+    "{% if reasoning_effort %}effort: {{ reasoning_effort }}\n{% endif %}"
+    "{% if enable_thinking %}think\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}"
+    "{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 class RouterEngine(msgspec.Struct):
-    """A server, and what a router is told about it."""
+    """A server, what a router is told about it, and the directory of a tokenizer that agrees."""
 
     server: Server
     config: dict[str, Any]
+    model: Path
 
     @property
     def name(self) -> str:
@@ -41,7 +48,7 @@ class RouterEngine(msgspec.Struct):
 @contextlib.contextmanager
 def router_engines(root: Path) -> Iterator[dict[str, RouterEngine]]:
     """`one` and `two` with Opal and its channel, `plain` with vLLM's own events; all healthy."""
-    adapter = _write_adapter(root / "adapter")
+    model, adapter = _write_model(root / "model"), _write_adapter(root / "adapter")
     engines: dict[str, RouterEngine] = {}
     with contextlib.ExitStack() as stack:
         for name in ("one", "two"):
@@ -53,7 +60,7 @@ def router_engines(root: Path) -> Iterator[dict[str, RouterEngine]]:
                 "events": {"endpoint": events, "heartbeat_seconds": 0.2},
             }
             transfer = opal_transfer_config(extra)
-            engines[name] = _start(stack, root, name, adapter, [], transfer, events=events)
+            engines[name] = _start(stack, model, adapter, name, [], transfer, events=events)
         port = free_port(2)
         published = {
             "enable_kv_cache_events": True,
@@ -62,7 +69,7 @@ def router_engines(root: Path) -> Iterator[dict[str, RouterEngine]]:
             "replay_endpoint": f"tcp://*:{port + 1}",
         }
         arguments = ["--kv-events-config", json.dumps(published)]
-        engines["plain"] = _start(stack, root, "plain", adapter, arguments, vllm_events="auto")
+        engines["plain"] = _start(stack, model, adapter, "plain", arguments, vllm_events="auto")
         for engine in engines.values():
             _wait_until_healthy(engine.server)
         yield engines
@@ -70,18 +77,18 @@ def router_engines(root: Path) -> Iterator[dict[str, RouterEngine]]:
 
 def _start(
     stack: contextlib.ExitStack,
-    root: Path,
-    name: str,
+    model: Path,
     adapter: Path,
+    name: str,
     arguments: list[str],
     transfer: dict[str, Any] | None = None,
     **events: str,
 ) -> RouterEngine:
-    directory = root / name
+    directory = model.with_name(name)
     directory.mkdir()
     server = start_server(
         directory,
-        *("--model", str(ensure_tiny_llama()), "--chat-template", TEMPLATE),
+        *("--model", str(model)),
         *("--enable-lora", "--max-lora-rank", str(_RANK), "--lora-modules", f"{ADAPTER}={adapter}"),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         *("--structured-outputs-config", json.dumps(_STRUCTURED)),
@@ -91,7 +98,16 @@ def _start(
     stack.callback(kill_group, server.process)
     stack.callback(server.http.close)
     url = str(server.http.base_url).rstrip("/")
-    return RouterEngine(server, {"url": url, "name": name, **events})
+    return RouterEngine(server, {"url": url, "name": name, **events}, model)
+
+
+def _write_model(directory: Path) -> Path:
+    """The tiny model with a chat template that knows tools."""
+    shutil.copytree(ensure_tiny_llama(), directory)
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "chat_template": _TEMPLATE}))
+    return directory
 
 
 def _write_adapter(directory: Path) -> Path:
