@@ -239,7 +239,10 @@ class RunningCluster:
         else:
             await self.core.health.check(instance)
         if self._prewarm is not None and instance.health is Health.UP:
-            await self._prewarm.warm(instance)
+            try:
+                await self._prewarm.warm(instance)
+            except Exception:  # one that is cold serves as well
+                logger.exception("%s could not be warmed", plan.name)
         instance.is_draining = False
         self.core.fleet.on_change()
 

@@ -188,7 +188,7 @@ class Supervisor:
         ended = asyncio.create_task(process.wait())
         silent_since: float | None = None
         try:
-            while not ended.done():
+            while not ended.done() and not _has_failed(admitted):
                 await asyncio.wait([ended], timeout=_WATCH_SECONDS)
                 if not self._surroundings.is_silent(self.plan):
                     silent_since = None
@@ -206,8 +206,12 @@ class Supervisor:
             for task in (admitted, ended):
                 task.cancel()
             await asyncio.wait([admitted, ended])
-        if not admitted.cancelled() and (error := admitted.exception()) is not None:
-            raise error
+        if _has_failed(admitted):
+            admitted.result()
+
+
+def _has_failed(task: "asyncio.Task[None]") -> bool:
+    return task.done() and not task.cancelled() and task.exception() is not None
 
 
 def _ending(code: int | None) -> str:
