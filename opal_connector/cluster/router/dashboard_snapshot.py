@@ -53,7 +53,7 @@ def snapshot(core: RouterCore) -> Snapshot:
         up_seconds=up_seconds,
         policy=router.policy_name,
         is_draining=core.admission.is_draining,
-        under_way=core.forwarder.under_way,
+        under_way=core.forwarder.under_way + sum(map(core.fleet.elsewhere, core.fleet)),
         waiting=core.admission.waiting,
         max_waiting=core.config.queue.max_queue,
         sessions=len(router.sessions),
@@ -103,7 +103,7 @@ def _systems(core: RouterCore) -> dict[str, SystemEvent]:
 def _instance(
     core: RouterCore, instance: Instance, now: float, all_systems: Mapping[str, SystemEvent]
 ) -> InstanceView:
-    loads = [core.router.loads.load(worker_id, now) for worker_id in instance.worker_ids]
+    loads = [core.router.loads.load(worker_id) for worker_id in instance.worker_ids]
     audits = [
         core.audit.workers[worker_id]
         for worker_id in instance.worker_ids
@@ -122,7 +122,7 @@ def _instance(
         breaker_opened=instance.breaker.opened,
         models=tuple(sorted(instance.models)),
         workers=instance.worker_ids,
-        in_flight=instance.in_flight,
+        in_flight=instance.in_flight + core.fleet.elsewhere(instance),
         queued_tokens=sum(load.queued_tokens for load in loads),
         decoding_tokens=sum(load.decoding_tokens for load in loads),
         trust=min((found.trust for found in audits), default=None),

@@ -127,6 +127,14 @@ def test_requests_reach_all_processes_and_their_figures_are_told_apart(tmp_path:
             assert set(counted) == {"0", "1"}
             assert sum(counted.values()) == 60
 
+            async def is_shown() -> bool:
+                state = await here.get("/dashboard/state")
+                return bool(state["since_start"]["requests"] == 60 and not state["under_way"])
+
+            await until(here, is_shown, "the page to show all requests, whoever sent them")
+            pages = [await here.get("/dashboard/state") for _ in range(12)]
+            assert len({page["process"] for page in pages}) == 1
+
     run(body())
 
 
