@@ -14,11 +14,15 @@ _EVENTS: Final = "events"
 
 
 def filled(value: Any, name: str, number: int) -> Any:
-    """The value with {name}, {number} and {cache} in its texts replaced, however deep they are."""
+    """The value with {name}, {number}, {index} and {cache} in its texts filled in, however deep.
+
+    The number is from one on, the index from zero, as those of devices are.
+    """
     if isinstance(value, str):
         for placeholder, text in (
             ("{name}", name),
             ("{number}", str(number)),
+            ("{index}", str(number - 1)),
             ("{cache}", str(cache_directory())),
         ):
             value = value.replace(placeholder, text)

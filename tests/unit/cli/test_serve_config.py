@@ -90,8 +90,8 @@ def test_an_engine_is_vllms_server_unless_another_command_is_given(tmp_path: Pat
     config = serve_config(contents)
     plan = Planner(config, {}).plan(config.instances[0], 1)
     assert plan.command[:3] == (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
-    (bound,) = plans(tmp_path, instances=1, command=["numactl", "-N{number}", "{python}"])
-    assert bound.command[:3] == ("numactl", "-N1", sys.executable)
+    (bound,) = plans(tmp_path, instances=1, command=["numactl", "-N{index}", "{python}"])
+    assert bound.command[:3] == ("numactl", "-N0", sys.executable)
 
 
 def test_what_an_instance_has_of_its_own_wins_value_by_value(tmp_path: Path) -> None:
