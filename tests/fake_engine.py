@@ -11,6 +11,7 @@ from aiohttp import web
 from fake_channel import BLOCK_TOKENS, DISK, HOST, Device, Source, adapter_of
 
 from opal_connector.cli.server_process import free_port
+from opal_connector.cluster.curve import CurveServer
 from opal_connector.cluster.publisher import ChannelSettings, Publisher
 from opal_connector.config import Endpoint
 from opal_connector.events import DEVICE_TIER, Delete, Insert, KVCEvent, ObjectFact
@@ -41,6 +42,7 @@ class FakeEngine:
         is_cache_on: bool = True,
         replay_bytes: int = 64 << 20,
         adapters: tuple[str, ...] = (),
+        curve: CurveServer | None = None,
     ) -> None:
         self.name = name
         self.model = model
@@ -75,6 +77,7 @@ class FakeEngine:
         self._prefill = asyncio.Lock()
         self._has_events = has_events
         self._replay_bytes = replay_bytes
+        self._curve = curve
         self._publisher: Publisher | None = None
         self._runner: web.ServerRunner | None = None
         self.port = 0
@@ -105,6 +108,7 @@ class FakeEngine:
             coalesce_seconds=0.005,
             heartbeat_seconds=0.1,
             replay_bytes=self._replay_bytes,
+            curve=self._curve,
         )
         deadline = time.monotonic() + _PATIENCE_SECONDS
         publisher = Publisher(settings, Source(self), Device())

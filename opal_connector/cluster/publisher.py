@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
+from opal_connector.cluster.curve import CurveServer
 from opal_connector.cluster.publisher_answers import Answers, refusal
 from opal_connector.cluster.publisher_sockets import ChannelSockets, open_sockets
 from opal_connector.cluster.publisher_sources import DeviceSource, InstanceSource
@@ -59,6 +60,7 @@ class ChannelSettings(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_seconds: float = 1.0
     replay_bytes: int = 64 << 20
     inbox_events: int = _INBOX_EVENTS
+    curve: CurveServer | None = None
 
 
 class _OpenAnswer:
@@ -160,7 +162,7 @@ class Publisher:
         while not self._is_closing.is_set():
             try:
                 return stack.enter_context(
-                    open_sockets(settings.endpoint, settings.publish_endpoint)
+                    open_sockets(settings.endpoint, settings.publish_endpoint, settings.curve)
                 )
             except OSError as error:
                 kind = f"bind {settings.endpoint.address}"
@@ -193,6 +195,11 @@ class Publisher:
             asked.announced,
             published.announced,
         )
+        if settings.curve is None and not settings.endpoint.is_loopback:
+            logger.warning(
+                "whoever reaches %s can follow what this instance holds: no events.curve is set",
+                asked.announced,
+            )
         due = next_beat = time.monotonic()
         while not self._is_closing.is_set():
             if sockets.wait(self._idle_seconds(due, next_beat)):

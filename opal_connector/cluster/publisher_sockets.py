@@ -6,6 +6,7 @@ from typing import Final
 
 import zmq
 
+from opal_connector.cluster.curve import CurveServer, guarding, serve_with
 from opal_connector.config import Endpoint
 
 _QUESTION_BYTES: Final = 64 << 10
@@ -68,7 +69,7 @@ class ChannelSockets:
 
 @contextlib.contextmanager
 def open_sockets(
-    endpoint: Endpoint, publish_endpoint: Endpoint | None
+    endpoint: Endpoint, publish_endpoint: Endpoint | None, curve: CurveServer | None = None
 ) -> Iterator[tuple[ChannelSockets, Endpoint, Endpoint]]:
     """Bind the channel; gives the sockets with their real endpoints.
 
@@ -77,23 +78,28 @@ def open_sockets(
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     sockets: list[zmq.Socket[bytes]] = []
+    guard = contextlib.ExitStack()
     try:
+        guard.enter_context(guarding(context, curve))
         ask = _socket(context, zmq.ROUTER, endpoint)
         sockets.append(ask)
         ask.setsockopt(zmq.ROUTER_MANDATORY, 1)
         ask.setsockopt(zmq.MAXMSGSIZE, _QUESTION_BYTES)
         ask.setsockopt(zmq.SNDHWM, _WAITING_PARTS)
         ask.setsockopt(zmq.RCVHWM, _WAITING_PARTS)
+        serve_with(ask, curve)
         asked = _bind(ask, endpoint)
         wanted = publish_endpoint or (asked.next_to(1) if endpoint.port else endpoint)
         publish = _socket(context, zmq.PUB, wanted)
         sockets.append(publish)
         publish.setsockopt(zmq.SNDHWM, _WAITING_BATCHES)
+        serve_with(publish, curve)
         published = _bind(publish, wanted)
         yield ChannelSockets(ask, publish), asked, published
     finally:
         for opened in sockets:
             opened.close(linger=_LINGER_MILLISECONDS)  # the last batch is on its way yet
+        guard.close()
         context.term()
 
 

@@ -6,6 +6,7 @@ from opal_connector.config.load import ConfigError, load_config
 from opal_connector.config.schema import (
     TIER_NAMES,
     CPUMemoryConfig,
+    CurveConfig,
     DistributedFSConfig,
     EventsConfig,
     FileTierConfig,
@@ -19,6 +20,7 @@ __all__ = [
     "TIER_NAMES",
     "CPUMemoryConfig",
     "ConfigError",
+    "CurveConfig",
     "DistributedFSConfig",
     "Endpoint",
     "EventsConfig",

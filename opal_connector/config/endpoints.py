@@ -24,6 +24,12 @@ class Endpoint(msgspec.Struct, frozen=True):
         """What others are told: no host where all of them are meant."""
         return f"tcp://{'*' if self.host in _ANY_HOST else self.host}:{self.port}"
 
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches it."""
+        host = self.host.strip("[]")
+        return host in ("localhost", "::1") or host.startswith("127.")
+
     def next_to(self, ports: int) -> "Endpoint":
         """So many ports further; any free port stays any."""
         return Endpoint(self.host, self.port + ports if self.port else 0)

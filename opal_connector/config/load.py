@@ -11,6 +11,7 @@ import yaml
 from opal_connector.config.endpoints import parse_endpoint
 from opal_connector.config.schema import (
     TIER_NAMES,
+    CurveConfig,
     DistributedFSConfig,
     EventsConfig,
     FileTierConfig,
@@ -24,6 +25,7 @@ _FILE_FIELD = "opal_config"
 # Defaults of vLLM and of other connectors may share the dictionary; these are read by vLLM itself.
 _HOST_FIELDS = frozenset({"kv_connector_module_path"})
 _EVENTS = "events"
+_CURVE = "events.curve"
 _TOP = "kv_connector_extra_config"
 _STEP = re.compile(r"([^.\[\]]+)|\[([0-9]+)\]")  # of a path such as kvc_tiers[0]
 
@@ -99,12 +101,14 @@ def _explain(message: str, given: Mapping[str, Any]) -> str:
     owner: type[msgspec.Struct] = OpalConfig
     if steps[0] in TIER_NAMES and (len(steps) > 1 or "unknown field" in text):
         owner = type(OpalConfig().tier(steps[0]))
+    elif where == _CURVE or where.startswith(f"{_CURVE}."):
+        owner = CurveConfig
     elif steps[0] == _EVENTS and (len(steps) > 1 or "unknown field" in text):
         owner = EventsConfig
     if "unknown field" in text:
         allowed = ", ".join(owner.__struct_fields__)
         field = text.split("`")[1]
-        full = f"{where}.{field}" if where in (*TIER_NAMES, _EVENTS) else field
+        full = f"{where}.{field}" if where in (*TIER_NAMES, _EVENTS, _CURVE) else field
         return f"{full}: unknown field; allowed here: {allowed}"
     hint = get_type_hints(owner).get(steps[-1])
     if get_origin(hint) is Literal:
@@ -183,6 +187,21 @@ def _check_events(config: OpalConfig) -> None:
             f"events.heartbeat_seconds: found {events.heartbeat_seconds}, allowed: 0.1 to 60"
         )
     _check_size("events.replay_size", events.replay_size)
+    if events.curve is not None:
+        _check_curve(events.curve)
+
+
+def _check_curve(curve: CurveConfig) -> None:
+    if not curve.client_key_files:
+        raise ConfigError(
+            "events.curve.client_key_files: found none, allowed: the public keys (.key) of those "
+            "who may follow the events"
+        )
+    for path in (curve.secret_key_file, *curve.client_key_files):
+        is_own = path == curve.secret_key_file
+        field = "secret_key_file" if is_own else "client_key_files"
+        if not Path(path).expanduser().is_file():
+            raise ConfigError(f"events.curve.{field}: found {path!r}, which is no file")
 
 
 def _check_quotas(quotas: Mapping[str, float]) -> None:

@@ -65,18 +65,30 @@ class DistributedFSConfig(FileTierConfig, frozen=True, forbid_unknown_fields=Tru
     refresh_seconds: float = 10.0
 
 
+class CurveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """CURVE keys, in files as `zmq.auth.create_certificates` writes them.
+
+    The instance's own is a secret one; the others are the public ones of those who may follow it.
+    """
+
+    secret_key_file: str
+    client_key_files: tuple[str, ...]
+
+
 class EventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The event channel of an instance: who asks at `endpoint` is told everything else.
 
     Events are published at `publish_endpoint`, by default the port after it; a port of 0 is any
     free one. Ranks of data parallelism shift both ports by two each. What was published stays for
-    a replay until it exceeds `replay_size`.
+    a replay until it exceeds `replay_size`. With `curve` everything is encrypted, and nobody is
+    answered whose key is not known.
     """
 
     endpoint: str = "tcp://127.0.0.1:5601"
     publish_endpoint: str | None = None
     heartbeat_seconds: float = 1.0
     replay_size: float | str = "64MiB"
+    curve: CurveConfig | None = None
 
 
 TIER_NAMES: tuple[str, ...] = ("CPUMemory", "LocalNVMe", "DistributedFS")

@@ -6,9 +6,11 @@ from typing import Final, TypeVar
 
 import zmq
 
+from opal_connector.cluster.curve import ask_with
 from opal_connector.cluster.ingest.native_machine import Action, Ask, NativeMachine
 from opal_connector.cluster.ingest.pump import Context, Pump, connect, new_socket
 from opal_connector.cluster.ingest.sources import NativeSource, SourceStatus
+from opal_connector.config import ConfigError
 from opal_connector.events.channel import (
     MessageError,
     Published,
@@ -47,6 +49,7 @@ class NativeShell:
         self._loop = asyncio.get_running_loop()
         ask = new_socket(context, zmq.DEALER, waiting_messages=_WAITING_MESSAGES)
         ask.setsockopt(zmq.SNDHWM, _WAITING_QUESTIONS)
+        ask_with(ask, source.curve)
         connect(ask, source.endpoint)
         self._ask = Pump(ask, self._on_reply, self._on_fault, self._loop)
         self._stream: Pump | None = None
@@ -120,8 +123,9 @@ class NativeShell:
         stream = new_socket(self._context, zmq.SUB, waiting_messages=_WAITING_MESSAGES)
         stream.setsockopt(zmq.SUBSCRIBE, TOPIC)
         try:
+            ask_with(stream, self.source.curve)
             connect(stream, with_host_of(publish_endpoint, self.source.endpoint))
-        except zmq.ZMQError:  # without a stream it goes stale, and says so
+        except (zmq.ZMQError, ConfigError):  # without a stream it goes stale, and says so
             self.machine.metrics.malformed += 1
             return
         self._stream = Pump(stream, self._on_published, self._on_fault, self._loop)

@@ -2,14 +2,19 @@
 
 import msgspec
 
+from opal_connector.cluster.curve import CurveClient
 from opal_connector.cluster.ingest.states import SourceMetrics, SourceState
 from opal_connector.cluster.ingest.vllm_ranks import worker_id_of
 
 
 class NativeSource(msgspec.Struct, frozen=True):
-    """The event channel of an Opal instance, by the endpoint that it answers questions at."""
+    """The event channel of an Opal instance, by the endpoint that it answers questions at.
+
+    `curve` is for an instance that wants to know who follows it.
+    """
 
     endpoint: str
+    curve: CurveClient | None = None
 
     @property
     def name(self) -> str:

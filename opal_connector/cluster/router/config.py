@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from opal_connector.cluster.curve import CurveClient
 from opal_connector.cluster.policies import POLICY_NAMES, BalancedSettings
 from opal_connector.cluster.router.affinity import AffinitySettings
 from opal_connector.cluster.router.breaker import BreakerSettings
@@ -43,7 +44,8 @@ class InstanceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     `events` is the endpoint of its native channel, with data parallel ranks one for each.
     `vllm_events` is for an engine without Opal: an endpoint, all of `VllmEvents`, or `auto`, which
     asks the server. Without either, only its load is known. The key for it is in the environment.
-    `ca_file` has the certificates by which its own is judged, in place of the system's.
+    `ca_file` has the certificates by which its own is judged, in place of the system's;
+    `events_curve` the keys for `events`.
     """
 
     url: str
@@ -52,6 +54,7 @@ class InstanceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     name: str | None = None
     api_key_env: str | None = None
     ca_file: str | None = None
+    events_curve: CurveClient | None = None
 
     @property
     def label(self) -> str:
@@ -282,6 +285,12 @@ def _check_instance(field: str, instance: InstanceConfig) -> None:
         _refuse(f"{field}.name", instance.name, "1 to 128 characters without spaces and slashes")
     if instance.ca_file is not None and not instance.address.is_tls:
         _refuse(f"{field}.ca_file", instance.ca_file, "nothing, since `url` is no https")
+    if instance.events_curve is not None and not instance.channels:
+        _refuse(f"{field}.events_curve", instance.events_curve, "nothing, without `events`")
+    _check_events(field, instance)
+
+
+def _check_events(field: str, instance: InstanceConfig) -> None:
     for endpoint in instance.channels:
         _check_endpoint(f"{field}.events", endpoint)
     events = instance.vllm_events

@@ -141,7 +141,7 @@ def _sources(config: InstanceConfig) -> Iterable[Source]:
     if isinstance(events, str):
         events = VllmEvents(endpoint=events)
     if events is None:
-        return [NativeSource(endpoint) for endpoint in config.channels]
+        return [NativeSource(endpoint, config.events_curve) for endpoint in config.channels]
     return [
         VllmSource(
             worker=config.label,

@@ -8,6 +8,7 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from opal_connector.cluster.curve import CurveServer
 from opal_connector.cluster.publisher import ChannelSettings, Publisher
 from opal_connector.config import EventsConfig, OpalConfig, parse_endpoint, parse_size_bytes
 from opal_connector.config.endpoints import PORTS_PER_RANK
@@ -247,4 +248,10 @@ def _settings(config: OpalConfig, events: EventsConfig, rank: int) -> ChannelSet
         coalesce_seconds=config.kvcevent_coalesce_time,
         heartbeat_seconds=events.heartbeat_seconds,
         replay_bytes=parse_size_bytes(events.replay_size),
+        curve=None
+        if events.curve is None
+        else CurveServer(
+            secret_key_file=events.curve.secret_key_file,
+            client_key_files=events.curve.client_key_files,
+        ),
     )

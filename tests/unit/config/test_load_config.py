@@ -157,7 +157,7 @@ def test_unknown_field_lists_the_fields_there_are() -> None:
 def test_an_unknown_field_of_the_channel_lists_its_fields() -> None:
     assert message({"events": {"port": 1}}) == (
         "events.port: unknown field; allowed here: endpoint, publish_endpoint, "
-        "heartbeat_seconds, replay_size"
+        "heartbeat_seconds, replay_size, curve"
     )
 
 
