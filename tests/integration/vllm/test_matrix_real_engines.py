@@ -189,7 +189,7 @@ def test_what_was_expected_of_all_these_requests_was_there(
     audits = client.router.look(
         lambda core: {name: (one.trust, one.resyncs) for name, one in core.audit.workers.items()}
     )
-    assert audits.keys() == engines.keys()
+    assert 2 <= len(audits.keys() & engines.keys()) == len(audits)
     assert all(trust > 0.99 and not resyncs for trust, resyncs in audits.values()), audits
     text = client.http.get("/metrics").text
     assert all(f'opal_router_audit_requests_total{{worker="{name}"}}' in text for name in audits)
