@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,18 +62,27 @@ class Cluster:
         return max(one["blocks"].get("0/DistributedFS", 0) for one in workers.values())
 
     def figure(self, name: str, **labels: str) -> float:
-        text = self.http.get("/metrics").text
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        return _sum(self.http.get("/metrics").text, name, labels)
+
+    def hits(self, name: str, tier: str) -> float:
+        """Tokens that an engine has loaded from a tier, as itself says."""
+        url = re.findall(rf"{name} is started at (\S+)", self.log.read_text())[-1]
+        text = httpx.get(f"{url}/metrics", trust_env=False).text
+        return _sum(text, "vllm:opal_hit_tokens_total", {"tier": tier})
 
     def pid(self, name: str) -> int:
         """The process that an instance was started as last."""
         found = re.findall(rf"{name} is started at \S+ \(process (\d+)\)", self.log.read_text())
         return int(found[-1])
+
+
+def _sum(text: str, name: str, labels: dict[str, str]) -> float:
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
 
 
 @contextlib.contextmanager
@@ -113,12 +123,13 @@ def test_a_cluster_of_real_engines_lives_through_a_death(tmp_path: Path) -> None
         assert {worker for worker, _ in answers} == NAMES
         until(lambda: cluster.shared_blocks() >= 16, "what was computed in the shared tier", log)
 
-        _kill_with_requests_under_way(cluster)
+        _kill_with_requests_under_way(cluster, tmp_path / "engine-1")
         until(lambda: cluster.taking() == NAMES, "the engine's return", log)
         assert cluster.figure("opal_serve_restarts_total", instance="engine-1") == 1
         assert cluster.figure("opal_serve_restarts_total", instance="engine-2") == 0
         assert cluster.figure("opal_serve_prewarm_total", what="prefixes") >= 1
         assert cluster.figure("opal_serve_prewarm_total", what="tokens") >= 512
+        assert cluster.hits("engine-1", "DistributedFS") >= 512
         again = [cluster.ask(f"Question {number % 2}?") for number in range(4)]
         assert {worker for worker, _ in again} == NAMES
         assert [text for _, text in again] == [text for _, text in answers]
@@ -132,8 +143,11 @@ def test_a_cluster_of_real_engines_lives_through_a_death(tmp_path: Path) -> None
         until(lambda: not any(map(lives, left)), "the end of all processes", log)
 
 
-def _kill_with_requests_under_way(cluster: Cluster) -> None:
-    """Some of the requests are at the engine that dies, and none of them fails."""
+def _kill_with_requests_under_way(cluster: Cluster, directory: Path) -> None:
+    """Some of the requests are at the engine that dies, and none of them fails.
+
+    Its own directory goes with it, so that it has the shared one only when it comes back.
+    """
     pid = cluster.pid("engine-1")
     with ThreadPoolExecutor(8) as threads:
         asked = [
@@ -146,6 +160,8 @@ def _kill_with_requests_under_way(cluster: Cluster) -> None:
             cluster.log,
         )
         os.kill(pid, signal.SIGKILL)
+        until(lambda: not lives(pid), "its end", cluster.log)
+        shutil.rmtree(directory)
         workers = [one.result(PATIENCE_SECONDS)[0] for one in asked]
     assert workers.count("engine-2") >= 7
     assert cluster.figure("opal_router_retries_total") >= 3
