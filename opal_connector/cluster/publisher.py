@@ -195,7 +195,7 @@ class Publisher:
             asked.announced,
             published.announced,
         )
-        if settings.curve is None and not settings.endpoint.is_loopback:
+        if settings.curve is None and not (asked.is_loopback and published.is_loopback):
             logger.warning(
                 "whoever reaches %s can follow what this instance holds: no events.curve is set",
                 asked.announced,
