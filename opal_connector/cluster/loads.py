@@ -4,7 +4,7 @@ import math
 
 import msgspec
 
-WORK_MEMORY_SECONDS = 20.0
+WORK_MEMORY_REQUESTS = 256
 
 
 class WorkerLoad(msgspec.Struct, frozen=True):
@@ -12,7 +12,7 @@ class WorkerLoad(msgspec.Struct, frozen=True):
 
     `queued_tokens` are prompt tokens that are still to be computed, `decoding_tokens` those of the
     requests that are past that. `recent_tokens` were given to it to compute lately, older ones
-    counting less.
+    counting less: what answers said was computed, where they did, else what was expected.
     """
 
     requests: int = 0
@@ -33,35 +33,36 @@ class _Sums(msgspec.Struct):
     queued_tokens: int = 0
     decoding_tokens: int = 0
     recent_tokens: float = 0.0
-    recent_at: float = 0.0
+    recent_at: int = 0
 
 
 class LoadBook:
     """Requests from when they are sent until they end, and their sums by worker.
 
-    Mutable state: the requests under way and the sums; used by one thread. `memory_seconds` is the
-    time in which work of the past loses two thirds of its weight.
+    Mutable state: the requests under way, the sums and how many requests have begun; used by one
+    thread. After `memory_requests` more of them, at whichever worker, work of the past has lost two
+    thirds of its weight. Requests and not seconds, because a second is a hundred prompts to one
+    cluster and a tenth of a prompt to another, and evenness needs many prompts to be seen at all.
     """
 
-    def __init__(self, memory_seconds: float = WORK_MEMORY_SECONDS) -> None:
-        self._memory_seconds = memory_seconds
+    def __init__(self, memory_requests: int = WORK_MEMORY_REQUESTS) -> None:
+        self._memory_requests = memory_requests
+        self._begun = 0
         self._under_way: dict[str, _UnderWay] = {}
         self._sums: dict[str, _Sums] = {}
 
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def begin(
-        self, request_id: str, worker_id: str, *, new_tokens: int, total_tokens: int, now: float
-    ) -> None:
+    def begin(self, request_id: str, worker_id: str, *, new_tokens: int, total_tokens: int) -> None:
         """A request is sent to a worker, which has `new_tokens` of it to compute."""
         self.end(request_id)
+        self._begun += 1
         self._under_way[request_id] = _UnderWay(worker_id, new_tokens, total_tokens)
         sums = self._sums.setdefault(worker_id, _Sums())
         sums.requests += 1
         sums.queued_tokens += new_tokens
-        sums.recent_tokens = self._recent(sums, now) + new_tokens
-        sums.recent_at = now
+        self._add_recent(sums, new_tokens)
 
     def first_token(self, request_id: str) -> None:
         """A request's prompt is computed. Said again, or after its end, it means nothing."""
@@ -72,6 +73,22 @@ class LoadBook:
         sums = self._sums[request.worker_id]
         sums.queued_tokens -= request.new_tokens
         sums.decoding_tokens += request.total_tokens
+
+    def computed(self, request_id: str, new_tokens: int) -> None:
+        """A request under way took `new_tokens` of computing, whatever was expected.
+
+        A worker whose cache thrashes computes more than its contents promised, and looks idle by
+        what was expected of it.
+        """
+        request = self._under_way.get(request_id)
+        if request is None:
+            return
+        sums = self._sums[request.worker_id]
+        difference = new_tokens - request.new_tokens
+        self._add_recent(sums, difference)
+        if not request.is_decoding:
+            sums.queued_tokens += difference
+        request.new_tokens = new_tokens
 
     def end(self, request_id: str) -> None:
         """A request is over, however it ended."""
@@ -92,14 +109,19 @@ class LoadBook:
         for name in gone:
             del self._under_way[name]
 
-    def load(self, worker_id: str, now: float) -> WorkerLoad:
+    def load(self, worker_id: str) -> WorkerLoad:
         """What is under way at a worker."""
         sums = self._sums.get(worker_id)
         if sums is None:
             return WorkerLoad()
         return WorkerLoad(
-            sums.requests, sums.queued_tokens, sums.decoding_tokens, self._recent(sums, now)
+            sums.requests, sums.queued_tokens, sums.decoding_tokens, self._recent(sums)
         )
 
-    def _recent(self, sums: _Sums, now: float) -> float:
-        return sums.recent_tokens * math.exp((sums.recent_at - now) / self._memory_seconds)
+    def _recent(self, sums: _Sums) -> float:
+        age_requests = self._begun - sums.recent_at
+        return sums.recent_tokens * math.exp(-age_requests / self._memory_requests)
+
+    def _add_recent(self, sums: _Sums, tokens: int) -> None:
+        sums.recent_tokens = max(0.0, self._recent(sums) + tokens)
+        sums.recent_at = self._begun

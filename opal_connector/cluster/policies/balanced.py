@@ -18,15 +18,17 @@ class BalancedSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     `work_weight` is what a second of computing or fetching counts against a second of waiting: work
     that another worker need not have done takes room in its cache and delays whoever comes next.
     `evenness` is how much of a prompt's whole prefill it costs a worker to have been given, lately,
-    as much more than the least busy one as all have on average. `decode_weight` is what a token
-    that is being decoded on costs, in tokens to compute. Above `full_device` the device is about to
+    as much more than the least busy one as all have on average. From `work_weight` on, a worker
+    that was given nothing gets the next prompt whoever has its prefix; below, one that lacks a
+    prefix that all others have may get nothing for good. `decode_weight` is what a token that is
+    being decoded on costs, in tokens to compute. Above `full_device` the device is about to
     preempt, and whatever is there must be computed again. With `temperature` above 0 the choice is
     random, the likelier the smaller the cost; it is in shares of the mean cost.
     `assumed_tokens_per_second` counts until any worker has measured its prefill.
     """
 
     work_weight: float = 8.0
-    evenness: float = 2.0
+    evenness: float = 8.0
     decode_weight: float = 0.02
     full_device: float = 0.98
     temperature: float = 0.0

@@ -134,18 +134,18 @@ class Admin:
                 "reason": None if decision is None else decision.reason,
                 "expected_tokens": 0 if decision is None else decision.expected_tokens,
                 "predicted_tokens": 0 if decision is None else decision.predicted_tokens,
-                "workers": {} if decision is None else self._explained(decision, now),
+                "workers": {} if decision is None else self._explained(decision),
                 "not_taking": not_taking,
             }
         )
 
-    def _explained(self, decision: RouteDecision, now: float) -> dict[str, Any]:
+    def _explained(self, decision: RouteDecision) -> dict[str, Any]:
         weight = self._core.config.balanced.work_weight
         explained: dict[str, Any] = {}
         for worker_id, match in decision.matches.items():
             facts: dict[str, Any] = {
                 "match": msgspec.to_builtins(match),
-                "load": msgspec.to_builtins(self._core.router.loads.load(worker_id, now)),
+                "load": msgspec.to_builtins(self._core.router.loads.load(worker_id)),
             }
             cost = decision.costs.get(worker_id)
             if cost is not None:
@@ -158,14 +158,14 @@ class Admin:
         return explained
 
     async def _state(self, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG002
-        core, now = self._core, time.monotonic()
+        core = self._core
         workers = {
             worker_id: {
                 "model": state.description.model,
                 "is_live": state.is_live,
                 "blocks": {f"{group}/{tier}": n for (group, tier), n in state.block_counts.items()},
                 "system": msgspec.to_builtins(state.system),
-                "load": msgspec.to_builtins(core.router.loads.load(worker_id, now)),
+                "load": msgspec.to_builtins(core.router.loads.load(worker_id)),
             }
             for worker_id, state in core.index.workers.items()
         }

@@ -129,7 +129,7 @@ class Router:
             predicted.pop(worker_id, None)
         candidates = [
             self._candidate(
-                worker_id, matches.get(worker_id, _NO_MATCH), predicted.get(worker_id, 0), now
+                worker_id, matches.get(worker_id, _NO_MATCH), predicted.get(worker_id, 0)
             )
             for worker_id in workers
         ]
@@ -170,7 +170,6 @@ class Router:
             decision.worker_id,
             new_tokens=max(0, question.prompt_tokens - decision.expected_tokens),
             total_tokens=question.prompt_tokens,
-            now=now,
         )
         self.sessions.remember(question.session_id, decision.worker_id, now)
         for prefix in decision.prefixes:
@@ -182,6 +181,11 @@ class Router:
     def first_token(self, request_id: str) -> None:
         """The first byte of the answer is here: the prompt is computed."""
         self.loads.first_token(request_id)
+
+    def cached(self, question: RouteQuestion, cached_tokens: int) -> None:
+        """The answer says how much of the prompt was cached; it is not over yet."""
+        new_tokens = max(0, question.prompt_tokens - cached_tokens)
+        self.loads.computed(question.request_id, new_tokens)
 
     def end(self, request_id: str, now: float, *, is_computed: bool) -> None:
         """The request is over; `is_computed` if its prompt was, whatever came of the answer."""
@@ -222,12 +226,10 @@ class Router:
                 tokens[worker_id] = blocks * places.block_tokens
         return tokens
 
-    def _candidate(
-        self, worker_id: str, match: WorkerMatch, predicted_tokens: int, now: float
-    ) -> Candidate:
+    def _candidate(self, worker_id: str, match: WorkerMatch, predicted_tokens: int) -> Candidate:
         if predicted_tokens > match.total_tokens:
             match = WorkerMatch(predicted_tokens, predicted_tokens)
-        load = self.loads.load(worker_id, now)
+        load = self.loads.load(worker_id)
         state = self._kvbm.workers.get(worker_id)
         if state is None or state.system is None:
             return Candidate(worker_id, match, load)

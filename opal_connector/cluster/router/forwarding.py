@@ -181,6 +181,8 @@ class Forwarder:
             answer = await exchange.pass_on()
             if exchange.is_computed:
                 sent.cached_tokens = exchange.cached_tokens
+                if sent.cached_tokens is not None:
+                    self._router.cached(job.question, sent.cached_tokens)
                 self.on_cached(placement, sent.cached_tokens)
             return answer
         except UpstreamBroken as error:

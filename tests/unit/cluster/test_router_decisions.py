@@ -119,7 +119,7 @@ def test_without_tokens_only_load_counts() -> None:
     router = Router(cluster(*WORKERS), seed=1)
     for number in range(9):
         send(router, ask(str(number), prefix=None))
-    counts = Counter(router.loads.load(worker, 0.0).requests for worker in WORKERS)
+    counts = Counter(router.loads.load(worker).requests for worker in WORKERS)
     assert counts == {3: 3}
 
 
