@@ -217,12 +217,9 @@ class FakeEngine:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = request.path
-        if path == "/health":
-            return web.Response(status=self.health_status)
-        if path == "/v1/models":
-            return web.json_response({"object": "list", "data": self.models})
-        if path == "/metrics":
-            return web.Response(text=self._metrics())
+        about = self._about(path)
+        if about is not None:
+            return about
         request._client_max_size = 1 << 30
         raw = await request.read()
         self.seen.append((path, list(request.raw_headers), raw))
@@ -248,6 +245,16 @@ class FakeEngine:
         except ValueError:
             return web.json_response({"error": {"message": "bad JSON"}}, status=400)
         return await self._complete(request, body, fault)
+
+    def _about(self, path: str) -> web.Response | None:
+        """What is told to whoever looks, and is no work."""
+        if path == "/health":
+            return web.Response(status=self.health_status)
+        if path == "/v1/models":
+            return web.json_response({"object": "list", "data": self.models})
+        if path == "/metrics":
+            return web.Response(text=self._metrics())
+        return None
 
     def _metrics(self) -> str:
         name = "vllm:prompt_tokens_cached_by_source_total"

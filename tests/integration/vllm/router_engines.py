@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import zmq.auth
 from live_server import Server, _wait_until_healthy, kill_group, start_server
 from safetensors.numpy import save_file
 
@@ -47,7 +48,10 @@ class RouterEngine(msgspec.Struct):
 
 @contextlib.contextmanager
 def router_engines(root: Path) -> Iterator[dict[str, RouterEngine]]:
-    """`one` and `two` with Opal and its channel, `plain` with vLLM's own events; all healthy."""
+    """Two with Opal and its channel, `plain` with vLLM's own events; all healthy.
+
+    The channel of `two` is encrypted, and asks who follows it.
+    """
     model, adapter = _write_model(root / "model"), _write_adapter(root / "adapter")
     engines: dict[str, RouterEngine] = {}
     with contextlib.ExitStack() as stack:
@@ -59,8 +63,15 @@ def router_engines(root: Path) -> Iterator[dict[str, RouterEngine]]:
                 "instance_id": name,
                 "events": {"endpoint": events, "heartbeat_seconds": 0.2},
             }
+            shown = {}
+            if name == "two":
+                extra["events"] |= {"curve": _keys(root)}  # type: ignore[operator]
+                own, server = root / "router.key_secret", root / "engine.key"
+                shown = {"server_key_file": str(server), "secret_key_file": str(own)}
             transfer = opal_transfer_config(extra)
-            engines[name] = _start(stack, model, adapter, name, [], transfer, events=events)
+            engine = _start(stack, model, adapter, name, [], transfer, events=events)
+            engine.config |= {"events_curve": shown} if shown else {}
+            engines[name] = engine
         port = free_port(2)
         published = {
             "enable_kv_cache_events": True,
@@ -99,6 +110,13 @@ def _start(
     stack.callback(server.http.close)
     url = str(server.http.base_url).rstrip("/")
     return RouterEngine(server, {"url": url, "name": name, **events}, model)
+
+
+def _keys(root: Path) -> dict[str, Any]:
+    for name in ("engine", "router"):
+        zmq.auth.create_certificates(root, name)
+    secret, client = root / "engine.key_secret", root / "router.key"
+    return {"secret_key_file": str(secret), "client_key_files": [str(client)]}
 
 
 def _write_model(directory: Path) -> Path:
