@@ -9,6 +9,7 @@ make vllm-router's virtual environment.
 """
 
 import contextlib
+import signal
 import statistics
 import tempfile
 import time
@@ -243,6 +244,7 @@ def main() -> None:
     arguments = options.parse_args()
     arguments.rounds = arguments.rounds or (1 if arguments.quick else 5)
     arguments.seconds = arguments.seconds or (1.0 if arguments.quick else 2.0)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # routers end with this process
     binaries = venvs.ensure(venvs.VLLM_ROUTER, arguments.venvs)
     figures: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
