@@ -1,7 +1,7 @@
 """What every benchmark shares: the machine's facts, bars, interleaved repetition, the output.
 
 A benchmark prints one JSON object with `--json`, else a short table. Its exit status is 0 either
-way: a missed bar is a figure, not a crash.
+way, unless it says otherwise: a missed bar is a figure, not a crash.
 """
 
 import argparse
