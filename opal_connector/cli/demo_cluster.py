@@ -6,8 +6,11 @@ all else the prompts are the same, and so are the answers.
 
 import asyncio
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from opal_connector.cli.bench import BenchResult, Sessions
 from opal_connector.cli.bench.client import Target
@@ -19,14 +22,14 @@ from opal_connector.cli.serving.log_sink import LogSink
 from opal_connector.cli.serving.running import RunningCluster, cluster
 from opal_connector.config import ConfigError
 
-POLICIES: Final = ("RoundRobin", "MaxPrefix", "Balanced")
+POLICIES: Final = ("RoundRobin", "Balanced", "MaxPrefix")
 POLICY_HEADER: Final = "X-Opal-Policy"
 INSTANCE_COUNT: Final = 2
 _BLOCK_TOKENS: Final = 32
 _MODEL_LENGTH: Final = 2_048
 _READY_SECONDS: Final = 600.0
 
-# Eight people ask about a document each. One engine's tiers hold the half of it all, not the whole.
+# Eight people ask about a document each.
 CONVERSATIONS: Final = Sessions(
     num_users=8,
     turns_per_user=4,
@@ -41,32 +44,52 @@ CONVERSATIONS: Final = Sessions(
 _WARM_UP: Final = Sessions(
     num_users=4, turns_per_user=1, system_prompt_size=0, user_message_size=300, output_tokens=4
 )
-_HOST_CAPACITY: Final = "256MiB"
-_DISK_CAPACITY: Final = "256MiB"
+# All conversations together have some 9,000 tokens: one engine holds half of them, not the whole.
+_HOST_TOKENS: Final = 3_800
+_DISK_TOKENS: Final = 1_000
 
 
 def cluster_settings(model: Path, directory: Path) -> dict[str, Any]:
-    """What `opal serve` would have in its file. The device holds the prompts of one or two."""
+    """What `opal serve` would have in its file."""
+    token_bytes = _token_bytes(model)
     return {
         "model": str(model),
-        "instances": INSTANCE_COUNT,
+        "instances": [{"environment": _own_cores(number)} for number in range(INSTANCE_COUNT)],
         "tiers": {
             "kvc_tiers": ["CPUMemory", "LocalNVMe"],
             "chunk_size": 2 * _BLOCK_TOKENS,
-            "CPUMemory": {"capacity_GB": _HOST_CAPACITY},
-            "LocalNVMe": {"path": str(directory / "{name}"), "capacity_GB": _DISK_CAPACITY},
+            "CPUMemory": {"capacity_GB": f"{_HOST_TOKENS * token_bytes}B"},
+            "LocalNVMe": {
+                "path": str(directory / "{name}"),
+                "capacity_GB": f"{_DISK_TOKENS * token_bytes}B",
+            },
         },
         "vllm": {
             "dtype": "float32",
             "block-size": _BLOCK_TOKENS,
             "max-model-len": _MODEL_LENGTH,
             "max-num-seqs": 8,
-            "num-gpu-blocks-override": 2 * _MODEL_LENGTH // _BLOCK_TOKENS + 1,
+            "num-gpu-blocks-override": _MODEL_LENGTH // _BLOCK_TOKENS + 1,
             "enforce-eager": True,
         },
         "environment": {"VLLM_CPU_KVCACHE_SPACE": 1},
         "router": {"port": 0},
     }
+
+
+def _own_cores(number: int) -> dict[str, Any]:
+    """The cores of one engine alone: on shared ones, the first to come slows the others down."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    own = cores[number::INSTANCE_COUNT]
+    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, own))} if own else {}
+
+
+def _token_bytes(model: Path) -> int:
+    """What a token's keys and values take in float32."""
+    config = msgspec.json.decode((model / "config.json").read_bytes())
+    head_size = config["hidden_size"] // config["num_attention_heads"]
+    size: int = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_size * 4
+    return size
 
 
 def run_cluster(

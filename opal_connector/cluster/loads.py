@@ -102,6 +102,16 @@ class LoadBook:
         else:
             sums.queued_tokens -= request.new_tokens
 
+    def welcome(self, worker_id: str) -> None:
+        """A worker takes part from now on, or again: it counts as one that had an average share.
+
+        Else everything new would go there until it had made up for what others did without it.
+        """
+        others = [self._recent(sums) for name, sums in self._sums.items() if name != worker_id]
+        sums = self._sums.setdefault(worker_id, _Sums())
+        sums.recent_tokens = math.fsum(others) / len(others) if others else 0.0
+        sums.recent_at = self._begun
+
     def remove_worker(self, worker_id: str) -> None:
         """A worker is gone, and what was under way there with it."""
         self._sums.pop(worker_id, None)

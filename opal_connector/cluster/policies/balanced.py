@@ -9,6 +9,8 @@ import msgspec
 
 from opal_connector.cluster.policies.base import Candidate, Choice, CostTerms
 
+_ALIKE = math.log(2.0)  # up to twice as fast or slow is the same
+_TRUSTED_TOKENS = 4_096.0  # computed lately: half of the trust in a worker's own measure
 _IDLE_SECONDS = 1.0  # of recent work: below that nobody is busy, and nothing uneven
 
 
@@ -106,9 +108,25 @@ class Balanced:
 
 
 def _rates(candidates: Sequence[Candidate], assumed: float) -> dict[str, float]:
-    """Prefill tokens per second; who has not measured any is taken for an average one."""
-    measured = [
-        found.prefill_tokens_per_second for found in candidates if found.prefill_tokens_per_second
-    ]
-    fallback = statistics.fmean(measured) if measured else assumed
-    return {found.worker_id: found.prefill_tokens_per_second or fallback for found in candidates}
+    """Prefill tokens per second, as far as workers' own measures can tell them apart.
+
+    A worker measures itself the faster the more it has to do at once, so what is given more work
+    looks better, and what is given none never measures again. Therefore a difference counts only as
+    far as it goes beyond `_ALIKE`, and only so far as the worker had work lately that it could be
+    measured by. Who has not measured any is taken for an average one.
+    """
+    measured = {
+        found.worker_id: (math.log(found.prefill_tokens_per_second), found.load.recent_tokens)
+        for found in candidates
+        if found.prefill_tokens_per_second
+    }
+    if not measured:
+        return dict.fromkeys((found.worker_id for found in candidates), assumed)
+    weights = sum(1.0 + recent for _, recent in measured.values())
+    mean = sum(rate * (1.0 + recent) for rate, recent in measured.values()) / weights
+    rates: dict[str, float] = {}
+    for found in candidates:
+        rate, recent = measured.get(found.worker_id, (mean, 0.0))
+        beyond = max(0.0, abs(rate - mean) - _ALIKE) * recent / (recent + _TRUSTED_TOKENS)
+        rates[found.worker_id] = math.exp(mean + math.copysign(beyond, rate - mean))
+    return rates

@@ -50,6 +50,7 @@ class RouterCore:
             self.index, config.policy, affinity=config.affinity, balanced=config.balanced
         )
         self.index.router = self.router
+        self.index.on_join = self.router.loads.welcome
         self.fleet = Fleet(config.queue.max_in_flight)
         self.sources = EventSources(self.index, self.fleet)
         self.admission = Admission(self.router, self.fleet, config.queue)
@@ -186,6 +187,8 @@ class RouterCore:
 
     def _on_return(self, instance: Instance) -> None:
         logger.warning("%s is back", instance.name)
+        for worker_id in instance.worker_ids:
+            self.router.loads.welcome(worker_id)
         self.sources.resync(instance)
 
     def _names_of(self, asked: str | None) -> tuple[str | None, str | None]:

@@ -65,7 +65,14 @@ class Standing(msgspec.Struct, frozen=True, array_like=True, tag=5):
     draining: tuple[str, ...]
 
 
-Message = Hello | Began | Computed | Ended | Finished | Standing
+class Measured(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """How many of a request's prompt tokens were computed, as its answer says."""
+
+    request_id: str
+    new_tokens: int
+
+
+Message = Hello | Began | Computed | Ended | Finished | Standing | Measured
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(Message)

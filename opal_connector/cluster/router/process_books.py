@@ -13,6 +13,7 @@ from opal_connector.cluster.router.peer_messages import (
     Ended,
     Finished,
     Hello,
+    Measured,
     Message,
     Standing,
 )
@@ -52,7 +53,7 @@ class ProcessBooks:
     def hear(self, peer: int, message: Message) -> None:
         """Another process tells something."""
         match message:
-            case Began() | Computed() | Ended():
+            case Began() | Computed() | Measured() | Ended():
                 self._router.hear(peer, message, time.monotonic())
                 if isinstance(message, Ended):
                     self._core.admission.wake()

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+import msgspec
+
 from opal_connector.cluster.places import HashedPrefix
 from opal_connector.cluster.router.decide import RouteDecision, RouteQuestion, Router
 from opal_connector.cluster.router.peer_messages import (
@@ -11,6 +13,7 @@ from opal_connector.cluster.router.peer_messages import (
     ChainSent,
     Computed,
     Ended,
+    Measured,
     Message,
 )
 
@@ -52,6 +55,15 @@ class SharedRouter(Router):
             self._own_computed.add(request_id)
             self.tell(Computed(request_id))
 
+    def cached(self, question: RouteQuestion, cached_tokens: int) -> None:
+        """The answer says how much of the prompt was cached; it is not over yet."""
+        super().cached(question, cached_tokens)
+        began = self._own.get(question.request_id)
+        if began is not None:
+            new_tokens = max(0, question.prompt_tokens - cached_tokens)
+            self._own[question.request_id] = msgspec.structs.replace(began, new_tokens=new_tokens)
+            self.tell(Measured(question.request_id, new_tokens))
+
     def end(self, request_id: str, now: float, *, is_computed: bool) -> None:
         """The request is over; `is_computed` if its prompt was, whatever came of the answer."""
         super().end(request_id, now, is_computed=is_computed)
@@ -68,7 +80,7 @@ class SharedRouter(Router):
             if request_id in self._own_computed:
                 yield Computed(request_id)
 
-    def hear(self, peer: int, message: Began | Computed | Ended, now: float) -> None:
+    def hear(self, peer: int, message: Began | Computed | Measured | Ended, now: float) -> None:
         """Another process has sent something, or an answer came there."""
         requests = self._foreign.setdefault(peer, {})
         request_id = f"{peer}/{message.request_id}"
@@ -80,6 +92,8 @@ class SharedRouter(Router):
                 super().begin(*self._as_decided(request_id, message), now)
             case Computed():
                 super().first_token(request_id)
+            case Measured():
+                self.loads.computed(request_id, message.new_tokens)
             case Ended():
                 self._forget(requests, request_id)
                 super().end(request_id, now, is_computed=message.is_computed)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from opal_connector.cluster.ingest import (
     DiscoveryError,
@@ -16,6 +16,7 @@ from opal_connector.cluster.kvbm import KVBM
 from opal_connector.cluster.router.config import InstanceConfig, VllmEvents
 from opal_connector.cluster.router.decide import Router
 from opal_connector.cluster.router.instances import Fleet, Instance
+from opal_connector.events.channel import InstanceDescription
 from opal_connector.reports import RateLimitedWarnings
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,14 @@ class ClusterIndex(KVBM):
     """A `KVBM` that tells a router before a worker leaves it, whoever removes it."""
 
     router: Router | None = None
+    on_join: Callable[[str], None] | None = None
+
+    def join(self, description: InstanceDescription) -> None:
+        """A worker is there, is described anew, or has begun again."""
+        is_new = description.instance_id not in self.workers
+        super().join(description)
+        if is_new and self.on_join is not None:
+            self.on_join(description.instance_id)
 
     def remove_worker(self, worker_id: str) -> None:
         """A worker is gone, with everything that it said and that was expected of it."""

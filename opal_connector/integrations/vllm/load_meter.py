@@ -1,5 +1,6 @@
 """How loaded an engine is and how fast it was, at a few operations a step."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from opal_connector.managers.jobs import JobKind, OpenJob
 from opal_connector.transfers import JobResult
 
 _REMEMBERED: Final = 0.9  # of the past, per sample
+_REMEMBERED_TOKENS: Final = 8_192.0  # that were computed
 _PREFILL_TOKENS: Final = 32  # fewer say more about a step than about prefill
 _STEPS_IN_FLIGHT: Final = 16  # more were never answered
 
@@ -36,6 +38,29 @@ class Rate:
             self.value = self._amount / self._per
 
 
+class PrefillRate:
+    """Prompt tokens per second of the last few thousand of them.
+
+    A step counts by its tokens: what it costs besides them says little about a long prompt, and
+    engines that mostly hit their caches have many short steps. Mutable state: the two sums; written
+    by one thread, `value` may be read by others.
+    """
+
+    __slots__ = ("_squares", "_weighted_seconds", "value")
+
+    def __init__(self) -> None:
+        self._squares = 0.0
+        self._weighted_seconds = 0.0
+        self.value: float | None = None
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """A step computed so many in so long."""
+        kept = math.exp(-tokens / _REMEMBERED_TOKENS)
+        self._squares = kept * self._squares + tokens * tokens
+        self._weighted_seconds = kept * self._weighted_seconds + tokens * seconds
+        self.value = self._squares / self._weighted_seconds
+
+
 class LoadMeter:
     """Requests, prefill speed, and seconds per byte of every tier.
 
@@ -49,7 +74,7 @@ class LoadMeter:
         self._running = 0
         self._steps: deque[tuple[float, int]] = deque()  # when planned, with how many prompt tokens
         self._last_output = 0.0
-        self.prefill = Rate()
+        self.prefill = PrefillRate()
         self.loads = [Rate() for _ in range(tiers)]
         self.stores = [Rate() for _ in range(tiers)]
 
