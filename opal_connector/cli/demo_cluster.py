@@ -23,7 +23,6 @@ from opal_connector.cli.serving.running import RunningCluster, cluster
 from opal_connector.config import ConfigError
 
 POLICIES: Final = ("RoundRobin", "Balanced", "MaxPrefix")
-POLICY_HEADER: Final = "X-Opal-Policy"
 INSTANCE_COUNT: Final = 2
 _BLOCK_TOKENS: Final = 32
 _MODEL_LENGTH: Final = 2_048
@@ -32,21 +31,21 @@ _READY_SECONDS: Final = 600.0
 # Eight people ask about a document each.
 CONVERSATIONS: Final = Sessions(
     num_users=8,
-    turns_per_user=4,
+    turns_per_user=8,
     system_prompt_size=256,
     document_size=640,
     user_message_size=24,
-    output_tokens=24,
-    think_time_sec=1.0,
+    output_tokens=16,
+    think_time_sec=0.5,
     max_outstanding_requests=4,
     seed=7,
 )
 _WARM_UP: Final = Sessions(
     num_users=4, turns_per_user=1, system_prompt_size=0, user_message_size=300, output_tokens=4
 )
-# All conversations together have some 9,000 tokens: one engine holds half of them, not the whole.
-_HOST_TOKENS: Final = 3_800
-_DISK_TOKENS: Final = 1_000
+# All conversations together have some 10,000 tokens: one engine holds half of them, not the whole.
+_HOST_TOKENS: Final = 4_000
+_DISK_TOKENS: Final = 800
 
 
 def cluster_settings(model: Path, directory: Path) -> dict[str, Any]:
@@ -130,14 +129,16 @@ async def _policies(
         except (TimeoutError, RuntimeError) as error:
             raise CommandFailure(f"The engines do not come up ({error!r}).") from error
     with reporter.step("Letting each engine measure itself", None):
-        await run(_WARM_UP, _target(running, "RoundRobin", "warm-up"))
+        running.core.router.set_policy("RoundRobin")
+        await run(_WARM_UP, _target(running, "warm-up"))
     results: dict[str, BenchResult] = {}
     for policy in POLICIES:
         text = f"{workload.num_users} conversations by {policy}"
+        running.core.router.set_policy(policy)
         with reporter.step(text, workload.request_count) as advance:
             result = await run(
                 workload,
-                _target(running, policy, policy),
+                _target(running, policy),
                 on_record=lambda _, advance=advance: advance(1),  # type: ignore[misc]
             )
         if len(result.successes) < workload.request_count:
@@ -147,10 +148,5 @@ async def _policies(
     return results
 
 
-def _target(running: RunningCluster, policy: str, salt: str) -> Target:
-    return Target(
-        url=running.url,
-        headers={POLICY_HEADER: policy},
-        extra_body={"cache_salt": salt},
-        ignore_eos=True,
-    )
+def _target(running: RunningCluster, salt: str) -> Target:
+    return Target(url=running.url, extra_body={"cache_salt": salt}, ignore_eos=True)

@@ -112,6 +112,11 @@ class LoadBook:
         sums.recent_tokens = math.fsum(others) / len(others) if others else 0.0
         sums.recent_at = self._begun
 
+    def forget_work(self) -> None:
+        """Nobody is ahead of anybody: what was computed so far is nobody's to make up for."""
+        for sums in self._sums.values():
+            sums.recent_tokens = 0.0
+
     def remove_worker(self, worker_id: str) -> None:
         """A worker is gone, and what was under way there with it."""
         self._sums.pop(worker_id, None)

@@ -85,7 +85,8 @@ class Router:
         self._kvbm = kvbm
         self._seed = seed
         self._policies: dict[str, Policy] = {"balanced": Balanced(balanced, seed)}
-        self.set_policy(policy)
+        self._policy(policy)
+        self.policy_name = policy
         self.on_begin: Callable[[RouteQuestion, RouteDecision], None] = _nobody_listens
         self.loads = LoadBook()
         self._predictions: dict[tuple[str, int], Predictions] = {}
@@ -99,6 +100,8 @@ class Router:
             ValueError: There is none of that name.
         """
         self._policy(name)
+        if name != self.policy_name:
+            self.loads.forget_work()  # as uneven as another policy left it
         self.policy_name = name
 
     def believe(self, worker_id: str, *, is_believed: bool) -> None:

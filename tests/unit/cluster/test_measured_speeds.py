@@ -4,9 +4,11 @@ import random
 
 import pytest
 
+from opal_connector.cluster.kvbm import KVBM
 from opal_connector.cluster.loads import LoadBook, WorkerLoad
 from opal_connector.cluster.policies import Balanced, Candidate
 from opal_connector.cluster.request import WorkerMatch
+from opal_connector.cluster.router.decide import Router
 
 MUCH = WorkerLoad(recent_tokens=1e6)
 
@@ -91,3 +93,12 @@ def test_who_returns_keeps_what_is_under_way_there() -> None:
     assert (book.load("a").requests, book.load("a").queued_tokens) == (1, 10)
     book.end("r")
     assert book.load("a").queued_tokens == 0
+
+
+def test_another_policy_makes_up_for_nothing_that_the_one_before_left_uneven() -> None:
+    router = Router(KVBM(), "MaxPrefix")
+    router.loads.begin("r", "a", new_tokens=10, total_tokens=20)
+    router.set_policy("MaxPrefix")
+    assert router.loads.load("a").recent_tokens == 10.0
+    router.set_policy("Balanced")
+    assert router.loads.load("a") == WorkerLoad(1, 10, 0, 0.0)
