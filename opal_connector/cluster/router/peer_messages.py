@@ -27,13 +27,16 @@ class ChainSent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Began(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A request was sent to a worker."""
+    """A request was sent to a worker.
+
+    The session is bytes, since a header of a client need not be UTF-8.
+    """
 
     request_id: str
     worker_id: str
     new_tokens: int
     total_tokens: int
-    session_id: str | None
+    session: bytes | None
     chains: tuple[ChainSent, ...]
 
 

@@ -19,6 +19,7 @@ from opal_connector.cluster.router.peer_messages import (
 
 _HASH_BYTES: Final = 32
 _ALL_WORKERS: Final = -1
+_ANY_TEXT: Final = "surrogatepass"  # what is no UTF-8 comes as surrogates
 
 
 class SharedRouter(Router):
@@ -120,7 +121,9 @@ class SharedRouter(Router):
             if places is not None:
                 prefixes.append(HashedPrefix(places, _split(chain.hashes), _ALL_WORKERS))
         question = RouteQuestion(
-            request_id=request_id, prompt_tokens=began.total_tokens, session_id=began.session_id
+            request_id=request_id,
+            prompt_tokens=began.total_tokens,
+            session_id=None if began.session is None else began.session.decode(errors=_ANY_TEXT),
         )
         decision = RouteDecision(
             worker_id=began.worker_id,
@@ -138,12 +141,13 @@ def _began(question: RouteQuestion, decision: RouteDecision) -> Began:
         for prefix in decision.prefixes
         if prefix.places.names.bits.get(decision.worker_id, 0) & prefix.workers
     )
+    session = question.session_id
     return Began(
         question.request_id,
         decision.worker_id,
         max(0, question.prompt_tokens - decision.expected_tokens),
         question.prompt_tokens,
-        question.session_id,
+        None if session is None else session.encode(errors=_ANY_TEXT),
         chains,
     )
 

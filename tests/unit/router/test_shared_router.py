@@ -125,6 +125,21 @@ def test_a_session_is_where_any_process_has_sent_it() -> None:
     assert (again.worker_id, again.reason) == (decision.worker_id, "session")
 
 
+def test_a_session_whose_name_is_no_text_is_counted_and_found_like_any_other() -> None:
+    """A header may have any bytes; what cannot be told to others must not be counted for good."""
+    processes = Processes(2)
+    first = question("1", [1] * 20, "caf\udce9")
+    decision = processes.routers[0].decide(first, WORKERS, 0.0)
+    assert decision is not None
+    processes.routers[0].begin(first, decision, 0.0)
+    again = processes.routers[1].decide(question("2", [2] * 20, "caf\udce9"), WORKERS, 0.0)
+    assert again is not None
+    assert (again.worker_id, again.reason) == (decision.worker_id, "session")
+    processes.routers[0].end("1", 0.0, is_computed=True)
+    assert processes.loads(0) == processes.loads(1)
+    assert not processes.routers[1].elsewhere
+
+
 def test_what_a_lost_process_had_sent_is_forgotten_and_the_rest_stays() -> None:
     processes = Processes(3)
     for number in range(3):
