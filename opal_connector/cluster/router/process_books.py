@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 
@@ -88,7 +89,8 @@ class ProcessBooks:
         self.tell(Finished(request))
 
     def _changed(self) -> None:
-        self._changed_at = time.time()
+        # A clock that was set back must not make a change older than the one before it.
+        self._changed_at = max(time.time(), math.nextafter(self._changed_at, math.inf))
         self.tell(self._now())
 
     def _now(self) -> Standing:

@@ -32,10 +32,11 @@ class Processes:
 
     async def start(self, runner: web.ServerRunner) -> None:
         """Begin to speak with the others; returns when this one knows what they know."""
-        await self.siblings.site(runner).start()
         await self.peers.start()
         await self.peers.settle(_SETTLE_SECONDS)
         await self._books.settle()
+        # Not before: what an administrator changed of what is out of date would count for all.
+        await self.siblings.site(runner).start()
 
     async def close(self) -> None:
         """Speak with nobody any more."""
