@@ -34,8 +34,8 @@ _POLL_SECONDS: Final = 0.05
 class RouterProcesses:
     """The processes of one router, started, watched and ended.
 
-    Mutable state: the processes by number, what they report, and whether they are to end; the main
-    thread's alone.
+    Mutable state: the processes by number, what they report, whether they are to end and by when;
+    the main thread's alone.
 
     Args:
         config: The router's configuration; its port becomes a real one.
@@ -57,6 +57,7 @@ class RouterProcesses:
         self._running: dict[int, BaseProcess] = {}
         self._reports: dict[int, Connection] = {}
         self._signals = 0
+        self._end_by: float | None = None  # then those that have not ended are killed
 
     async def run(self) -> None:
         """Serve until a signal; a second one does not wait for what is under way.
@@ -143,22 +144,29 @@ class RouterProcesses:
         await self._ended(number)
 
     async def _ended(self, number: int) -> None:
+        """Wait for its end, and no longer than it may take."""
         process = self._running[number]
-        while process.is_alive():
+        while process.is_alive() and (self._end_by is None or time.monotonic() < self._end_by):
             await asyncio.sleep(_POLL_SECONDS)
 
     def _on_signal(self) -> None:
-        self._signals += 1
+        self._begin_to_end()
         for process in self._running.values():
             if process.is_alive():
                 process.terminate()
 
-    def _end(self) -> None:
+    def _begin_to_end(self) -> float:
         self._signals += 1
+        if self._end_by is None:
+            grace_seconds = self._config.limits.drain_seconds + _GRACE_SECONDS
+            self._end_by = time.monotonic() + grace_seconds
+        return self._end_by
+
+    def _end(self) -> None:
+        deadline = self._begin_to_end()
         for process in self._running.values():
             if process.is_alive():
                 process.terminate()
-        deadline = time.monotonic() + self._config.limits.drain_seconds + _GRACE_SECONDS
         for process in self._running.values():
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
@@ -178,6 +186,11 @@ def _held_port(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
+        if port:
+            # Another router may share its port, too: its processes must not share ours.
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
         held = socket.socket(family, kind, protocol)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
