@@ -79,9 +79,10 @@ class Client:
             return
         listing = await fetch_json(self._session, f"{self._target.base}/v1/models", self._headers())
         models = listing.get("data") if isinstance(listing, dict) else None
-        if not models:
+        first = models[0] if isinstance(models, list) and models else None
+        if not isinstance(first, dict) or not first.get("id"):
             raise CommandFailure(f"{self._target.base} lists no model; name one with --model.")
-        self.model = str(models[0]["id"])
+        self.model = str(first["id"])
 
     def body(self, prompt: list[int] | str | list[Message], output_tokens: int) -> bytes:
         """A request as it is sent."""
@@ -147,9 +148,11 @@ def _note(record: RequestRecord, answer: StreamedAnswer) -> None:
     usage = answer.usage
     if usage is None:
         return
-    record.is_usage_reported = True
-    record.prompt_tokens = usage.prompt_tokens
-    record.output_tokens = usage.completion_tokens
+    if usage.prompt_tokens is not None:
+        record.prompt_tokens = usage.prompt_tokens
+    if usage.completion_tokens is not None:
+        record.output_tokens = usage.completion_tokens
+    record.is_usage_reported = None not in (usage.prompt_tokens, usage.completion_tokens)
     if usage.prompt_tokens_details is not None:
         record.cached_tokens = usage.prompt_tokens_details.cached_tokens
 

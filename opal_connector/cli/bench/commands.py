@@ -95,11 +95,11 @@ def _bench(kind: type[Workload], options: dict[str, Any]) -> None:
         except TraceError as error:
             raise CommandError(f"{parameters['trace_file'].name}: {error}.") from None
         report = BenchReport(summary=summarize(result), run=result)
+        click.echo(table(report.summary))  # first: a file that cannot be written costs no figure
         if json_file is not None:
             json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
         if plot_file is not None:
             _plot(plot_file, result)
-    click.echo(table(report.summary))
     if result.is_stopped:
         raise click.Abort
     if not report.summary.successful_requests:

@@ -94,6 +94,7 @@ def _request_options() -> list[click.Parameter]:
             ["--session-header"],
             metavar="NAME",
             default="",
+            callback=_session_header,
             help="Name the conversation of a request in this header.",
         ),
         click.Option(
@@ -175,14 +176,30 @@ def _headers(
         name, colon, content = value.partition(":")
         if not colon or not name.strip():
             raise CommandError("--header: found no 'NAME: VALUE' in one of them.")
-        headers[name.strip()] = content.strip()
+        headers[name.strip()] = _in_a_header("--header", content)
     return headers
+
+
+def _session_header(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
+    return _in_a_header("--session-header", value)
+
+
+def _in_a_header(option: str, text: str) -> str:
+    """The text without spaces around it, never shown where it is refused: it may be a key.
+
+    Raises:
+        CommandError: No header takes it.
+    """
+    stripped = text.strip()
+    if not stripped.isprintable():
+        raise CommandError(f"{option}: found a character in it that no header takes.")
+    return stripped
 
 
 def _api_key(_context: click.Context, _parameter: click.Parameter, name: str | None) -> str | None:
     if name is None:
         return None
-    key = os.environ.get(name)
+    key = _in_a_header("--api-key-env", os.environ.get(name, ""))
     if not key:
         raise CommandError(f"--api-key-env: the environment variable {name} is not set.")
     return key

@@ -48,6 +48,7 @@ class RAGWorkload(Workload, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self.check_positive("request_rate", "time_duration_sec")
+        self.check_end(self.total_requests)
         self.check_at_least(1, "num_documents", "document_size", "docs_per_request")
         self.check_at_least(1, "output_tokens", "total_requests", "max_concurrent_requests")
         self.check_at_least(0, "system_prompt_size", "question_size", "jitter")

@@ -47,6 +47,7 @@ class UniformReqRate(Workload, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self.check_positive("request_rate", "time_duration_sec")
+        self.check_end(self.total_requests)
         self.check_at_least(1, "total_requests", "output_tokens_min", "prefixes")
         self.check_at_least(1, "max_outstanding_requests")
         self.check_at_least(0, "default_prefix_length", "jitter")

@@ -21,10 +21,10 @@ class _Details(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """The endpoint's count of tokens."""
+    """The endpoint's count of tokens, as far as it counts them."""
 
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -43,7 +43,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_Choice] | None = None
     usage: Usage | None = None
     error: Any = None
 
@@ -103,7 +103,7 @@ class StreamedAnswer:
             raise StreamError("error_event", str(event.error))
         if event.usage is not None:
             self.usage = event.usage
-        for choice in event.choices:
+        for choice in event.choices or ():
             if _is_piece(choice):
                 self.times.append(now)
             text = choice.text if choice.delta is None else choice.delta.content

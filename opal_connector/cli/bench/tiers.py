@@ -1,5 +1,6 @@
 """Which tier prompt tokens came from, by what the answers and the instances say. Pure."""
 
+import math
 from collections.abc import Sequence
 from typing import Final, Self
 
@@ -28,6 +29,7 @@ class CacheCounters(msgspec.Struct, frozen=True):
     @classmethod
     def read(cls, samples: list[Sample]) -> Self:
         """Of one instance, from its /metrics."""
+        samples = [one for one in samples if math.isfinite(one.value)]
         by_tier = dict.fromkeys(sum_by_label(samples, "vllm:opal_capacity_bytes", "tier"), 0)
         by_tier.update(sum_by_label(samples, "vllm:opal_hit_tokens_total", "tier"))
         by_source = sum_by_label(samples, "vllm:prompt_tokens_cached_by_source_total", "source")

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +245,7 @@ def test_key_is_sent_and_never_written(
     engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes from the environment, goes to the endpoint, and is in no file and no output."""
-    monkeypatch.setenv("BENCH_KEY", "sk-secret")
+    monkeypatch.setenv("BENCH_KEY", "sk-secret\n")  # as files end
     file = tmp_path / "out.json"
     result = run(
         "uniform", "--url", engine.url, *SIZES, *QUICK, "--total-requests", "2",
@@ -282,6 +283,40 @@ def test_plot_is_drawn(engine: FakeEngine, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_file_that_cannot_be_written_costs_no_figure(engine: FakeEngine, tmp_path: Path) -> None:
+    """What took long to measure is shown before it is written."""
+    result = run(
+        "uniform", "--url", engine.url, *SIZES, *QUICK, "--total-requests", "2",
+        "--json", tmp_path / ("x" * 300),
+    )  # fmt: skip
+
+    assert result.exit_code == 1
+    assert "Successful requests" in result.stdout
+    assert "File name too long" in result.stderr
+
+
+@pytest.mark.parametrize("listing", [["m"], [{"name": "m"}], {"m": 1}, []])
+def test_server_that_names_no_model_is_one_sentence(listing: Any) -> None:
+    """Whatever it lists in place of models."""
+
+    class Odd(BaseHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"data": listing}).encode())
+
+    with HTTPServer(("127.0.0.1", 0), Odd) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        result = run("sc25", "--url", f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+
+    assert result.exit_code == 1
+    assert "lists no model; name one with --model." in result.stderr
+
+
 def test_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without aiohttp the user learns the extra's name."""
     monkeypatch.setitem(sys.modules, "opal_connector.cli.bench.client", None)
@@ -309,6 +344,11 @@ def test_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
             "--api-key-env: the environment variable NOT_THERE is not set.",
         ),
         (["sc25", "--url", "http://x", "--header", "nothing"], "--header: found no 'NAME: VALUE'"),
+        (["sc25", "--url", "http://x", "--header", "A: b\nC: d"], "--header: found a character"),
+        (
+            ["sc25", "--url", "http://x", "--session-header", "a\0b"],
+            "--session-header: found a char",
+        ),
         (["sc25", "--url", "http://x", "--extra-body", "[]"], "--extra-body: Expected `object`"),
         (["sc25", "--url", "http://x", "--json", "absent/out.json"], "no directory absent."),
         (["sc25"], "Missing option '--url'"),

@@ -99,6 +99,16 @@ def test_comments_returns_and_other_fields_are_passed_over() -> None:
     assert answer.text == "ab"
 
 
+def test_null_is_what_is_not_said() -> None:
+    """Some servers write every field, whether they have something to say or not."""
+    usage = {"prompt_tokens": None, "completion_tokens": None, "prompt_tokens_details": None}
+    answer = read(choice("a", "stop"), data({"choices": None, "usage": usage, "error": None}))
+
+    assert answer.text == "a"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens is None
+
+
 def test_end_without_a_finish_is_no_answer() -> None:
     """A connection that is closed in order may still have cut the answer."""
     with pytest.raises(StreamError) as caught:

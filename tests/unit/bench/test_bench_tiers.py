@@ -59,6 +59,16 @@ def test_older_vllm_says_what_the_device_had() -> None:
     assert found.lower_tokens == {}
 
 
+def test_figure_that_is_no_number_is_left_out() -> None:
+    """Else all that was measured would be lost by it at the end."""
+    text = METRICS.replace("1e9", "NaN") + 'vllm:prefix_cache_hits_total{engine="0"} +Inf\n'
+
+    found = CacheCounters.read(parse_prometheus(text))
+
+    assert found.by_tier == {"LocalNVMe": 64, "CPUMemory": 64}
+    assert found.device_tokens == 100
+
+
 def test_only_what_was_counted_meanwhile_counts() -> None:
     """Two looks at two instances."""
     before = counted(10, CPUMemory=5).plus(counted(20, CPUMemory=5))

@@ -1,6 +1,7 @@
 """Made-up workloads: they share what they say, arrive as they say, and are the same everywhere."""
 
 import itertools
+import math
 import os
 import statistics
 import subprocess
@@ -370,6 +371,14 @@ def test_words_keep_a_common_start_and_their_number() -> None:
     ("kind", "parameters", "sentence"),
     [
         (UniformReqRate, {"request_rate": 0}, "request_rate: found 0, allowed: more than 0"),
+        *(
+            (
+                kind,
+                {"request_rate": math.inf, "time_duration_sec": 5},
+                "request_rate: found inf, allowed: a finite one, or total_requests as well",
+            )
+            for kind in (UniformReqRate, RAGWorkload)
+        ),
         (UniformReqRate, {"jitter": 1.5}, "jitter: found 1.5, allowed: 1 or less"),
         (UniformReqRate, {"total_requests": 0}, "total_requests: found 0, allowed: 1 or more"),
         (
