@@ -22,7 +22,12 @@ class Endpoint(msgspec.Struct, frozen=True):
     @property
     def announced(self) -> str:
         """What others are told: no host where all of them are meant."""
-        return f"tcp://{'*' if self.host in _ANY_HOST else self.host}:{self.port}"
+        return f"tcp://{'*' if self.is_any_host else self.host}:{self.port}"
+
+    @property
+    def is_any_host(self) -> bool:
+        """Whether all addresses of this machine are meant, which is none to connect to."""
+        return self.host in _ANY_HOST
 
     @property
     def is_loopback(self) -> bool:

@@ -1,12 +1,13 @@
 """What the types of the configuration do not say."""
 
+import shlex
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from opal_connector.cli.serving.engine_arguments import OWN_TIER_FIELDS, filled, merged_tiers
 from opal_connector.cli.serving.schema import InstanceSettings, ServeConfig, ServeFile
-from opal_connector.config import ConfigError, OpalConfig, load_config
+from opal_connector.config import ConfigError, OpalConfig, load_config, parse_endpoint
 
 _LASTING: Final = frozenset({"LocalNVMe", "DistributedFS"})
 _ENDPOINTS: Final = ("endpoint", "publish_endpoint")
@@ -54,9 +55,9 @@ def check_numbers(file: ServeFile) -> None:
                 if value is not None and not is_allowed(value):
                     refuse(f"{part}.{field}", value, allowed)
     for field in ("scale_command", "command"):
-        words = file.command if field == "command" else file.scaling.scale_command
-        if words is not None and not words:
-            refuse(field if field == "command" else f"scaling.{field}", words, "a program")
+        found = file.command if field == "command" else file.scaling.scale_command
+        if found is not None and not _words(found):
+            refuse(field if field == "command" else f"scaling.{field}", found, "a program")
 
 
 def check_tiers(config: ServeConfig) -> None:
@@ -88,6 +89,17 @@ def check_tiers(config: ServeConfig) -> None:
         refuse("tiers.DistributedFS.path", sorted(shared), "one directory that all instances mount")
 
 
+def check_ports(config: ServeConfig) -> None:
+    """No port is meant for two: an engine would be taken for well since another one answers."""
+    used = {config.router.port: "router.port"} if config.router.port else {}
+    for number, one in enumerate(config.instances, 1):
+        for field, port in _given_ports(config, one, number):
+            full = f"instances[{number - 1}].{field}"
+            if port in used:
+                refuse(full, port, f"a port that is not that of {used[port]}")
+            used[port] = full
+
+
 def has_lasting_tier(file: ServeFile) -> bool:
     """Whether a new or restarted engine finds something in its tiers.
 
@@ -106,11 +118,45 @@ def _all_instances(config: ServeConfig) -> list[InstanceSettings]:
     return instances
 
 
+def _given_ports(
+    config: ServeConfig, one: InstanceSettings, number: int
+) -> Iterator[tuple[str, int]]:
+    if one.port is not None:
+        yield "port", one.port
+    assert one.name is not None
+    tiers = filled(merged_tiers(config.file.tiers or {}, one.tiers), one.name, number)
+    events = tiers.get("events") or {}
+    given = {field: parse_endpoint(events[field]) for field in _ENDPOINTS if events.get(field)}
+    endpoint = given.get("endpoint")
+    if endpoint is not None:
+        if not endpoint.port:
+            field = f"instances[{number - 1}].tiers.events.endpoint"
+            refuse(field, events["endpoint"], "one with a port, which the router must know")
+        given.setdefault("publish_endpoint", endpoint.next_to(1))
+    for field, found in given.items():
+        if found.port:
+            yield f"tiers.events.{field}", found.port
+
+
+def _words(given: str | Sequence[str]) -> Sequence[str]:
+    """The words of a command, none where its quotes do not fit."""
+    try:
+        return shlex.split(given) if isinstance(given, str) else given
+    except ValueError:
+        return ()
+
+
 def _check_own(where: str, tiers: Mapping[str, Any], *, may_have_endpoints: bool) -> None:
     for field in OWN_TIER_FIELDS:
         if tiers.get(field) is not None:
             refuse(f"{where}.{field}", tiers[field], "nothing, since it is the instance's name")
     events = tiers.get("events")
+    if isinstance(events, Mapping) and events.get("curve") is not None:
+        refuse(
+            f"{where}.events.curve",
+            events["curve"],
+            "nothing, since this router has no key; `opal router` takes events_curve",
+        )
     if may_have_endpoints or not isinstance(events, Mapping):
         return
     for field in _ENDPOINTS:

@@ -9,6 +9,7 @@ from opal_connector.config import TIER_NAMES
 
 # What serve itself says to every engine.
 OWN_FLAGS: Final = frozenset({"host", "port", "model", "kv-transfer-config"})
+RANKS_FLAG: Final = "data-parallel-size"  # the router follows every rank
 OWN_TIER_FIELDS: Final = frozenset({"instance_id"})
 _EVENTS: Final = "events"
 

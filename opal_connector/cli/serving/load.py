@@ -13,11 +13,17 @@ from opal_connector.cli.model_store import models_directory, read_manifest
 from opal_connector.cli.models import SMOLLM2, TINY_LLAMA
 from opal_connector.cli.serving.checks import (
     check_numbers,
+    check_ports,
     check_tiers,
     has_lasting_tier,
     refuse,
 )
-from opal_connector.cli.serving.engine_arguments import OWN_FLAGS, flag_name, merged_flags
+from opal_connector.cli.serving.engine_arguments import (
+    OWN_FLAGS,
+    RANKS_FLAG,
+    flag_name,
+    merged_flags,
+)
 from opal_connector.cli.serving.schema import (
     InstanceSettings,
     LogSettings,
@@ -76,6 +82,7 @@ def serve_config(given: Mapping[str, Any]) -> ServeConfig:
     )
     _check_workers(config)
     check_tiers(config)
+    check_ports(config)
     return config
 
 
@@ -144,6 +151,8 @@ def _check_flags(where: str, flags: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"{where}: found the flag {name!r}, allowed: names such as block-size"
             )
+        if flag == RANKS_FLAG and not str(flags[name] or 1).isdecimal():
+            refuse(f"{where}.{name}", flags[name], "a number from 1 on")
         if flag in seen:
             raise ConfigError(f"{where}: found the flag {name!r} twice, allowed: once")
         seen.add(flag)

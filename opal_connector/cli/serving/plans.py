@@ -9,6 +9,7 @@ import msgspec
 
 from opal_connector.cli.server_process import HOST, free_port, opal_transfer_config
 from opal_connector.cli.serving.engine_arguments import (
+    RANKS_FLAG,
     command_flags,
     filled,
     merged_flags,
@@ -26,7 +27,6 @@ _FLAGS: Final = {
 }
 _ENVIRONMENT: Final = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"}
 _OFFLINE: Final = {"HF_HUB_OFFLINE": "1"}  # a local directory is all that is needed
-_RANKS: Final = "data-parallel-size"
 _PORT_TRIES: Final = 50
 
 
@@ -55,6 +55,7 @@ class Planner:
         self._config = config
         self._environ = environ
         self._ports = {one.port for one in config.instances if one.port is not None}
+        self._ports.add(config.router.port)
 
     def plan(self, settings: InstanceSettings, number: int) -> InstancePlan:
         """The plan of one instance.
@@ -74,7 +75,7 @@ class Planner:
         events: tuple[str, ...] = ()
         if file.tiers is not None:
             tiers = filled(merged_tiers(file.tiers, settings.tiers), name, number)
-            ranks = max(1, int(flags.get(_RANKS) or 1))
+            ranks = max(1, int(flags.get(RANKS_FLAG) or 1))
             tiers["instance_id"] = name
             tiers["events"], events = self._events(tiers.get("events"), ranks)
             transfer = opal_transfer_config(tiers)
@@ -100,6 +101,8 @@ class Planner:
             events["endpoint"] = f"tcp://{HOST}:{first}"
             events["publish_endpoint"] = f"tcp://{HOST}:{first + 1}"
         endpoint = parse_endpoint(events["endpoint"])
+        if endpoint.is_any_host:
+            endpoint = msgspec.structs.replace(endpoint, host=HOST)
         reached = [endpoint.next_to(PORTS_PER_RANK * rank).address for rank in range(ranks)]
         return events, tuple(reached)
 

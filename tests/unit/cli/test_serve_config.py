@@ -33,6 +33,10 @@ def flags_of(plan: InstancePlan) -> list[str]:
     return list(plan.command[plan.command.index("--kv-transfer-config") + 2 :])
 
 
+def channel(endpoint: str) -> dict[str, Any]:
+    return {"tiers": {"events": {"endpoint": endpoint}}}
+
+
 def test_instances_share_what_is_shared_and_nothing_else(tmp_path: Path) -> None:
     """Private directories and all ports are one instance's; the shared directory is everybody's."""
     one, two = plans(tmp_path)
@@ -133,6 +137,14 @@ def test_each_rank_of_an_engine_has_a_channel(tmp_path: Path) -> None:
     assert ports == [ports[0], ports[0] + 2, ports[0] + 4]
 
 
+def test_a_channel_for_all_addresses_is_followed_on_this_machine(tmp_path: Path) -> None:
+    """Nobody can connect to an address that means all of them."""
+    (plan,) = plans(tmp_path, instances=[channel("tcp://*:5601")])
+    extra = transfer_of(plan)["kv_connector_extra_config"]
+    assert extra["events"]["endpoint"] == "tcp://*:5601"
+    assert plan.router.channels == ("tcp://127.0.0.1:5601",)
+
+
 def test_engines_without_opal_are_known_by_their_load_alone(tmp_path: Path) -> None:
     (plan,) = plans(tmp_path, instances=1, tiers=None)
     assert "--kv-transfer-config" not in plan.command
@@ -176,6 +188,29 @@ def test_a_model_may_be_a_name_that_is_ready(
         ({"scaling": {"max_queue_threshold": 0}}, r"max_queue_threshold: found 0.*above 0"),
         ({"scaling": {"scale_in_share": 1.5}}, r"scaling.scale_in_share: found 1.5, allowed: 0 to"),
         ({"scaling": {"scale_command": []}}, r"scaling.scale_command: found \(\), allowed: a pro"),
+        ({"scaling": {"scale_command": " "}}, r"scaling.scale_command: found ' ', allowed: a pro"),
+        ({"scaling": {"scale_command": "a 'b"}}, r"scaling.scale_command: found .*, allowed: a pr"),
+        (
+            {"router": {"port": 8000}, "instances": [{"port": 8000}]},
+            r"instances\[0\].port: found 8000, allowed: a port that is not that of router.port",
+        ),
+        (
+            {"instances": [channel("tcp://*:5601"), channel("tcp://127.0.0.1:5602")]},
+            r"instances\[1\].tiers.events.endpoint: found 5602, allowed: a port that is not that "
+            r"of instances\[0\].tiers.events.publish_endpoint",
+        ),
+        (
+            {"instances": [channel("tcp://127.0.0.1:*")]},
+            r"\[0\].tiers.events.endpoint: found 'tcp://127.0.0.1:\*', allowed: one with a port",
+        ),
+        (
+            {"instances": [{"tiers": {"events": {"curve": {}}}}]},
+            r"instances\[0\].tiers.events.curve: found \{\}, allowed: nothing, since this",
+        ),
+        (
+            {"vllm": {"data-parallel-size": "two"}},
+            r"data-parallel-size: found 'two', allowed: a num",
+        ),
         ({"restart": {"jitter": 2}}, r"restart.jitter: found 2.0, allowed: 0 to 1"),
         ({"restart": {"limits": 2}}, r"restart.limits: unknown field; allowed here: first_seconds"),
         ({"logs": {"colour": "red"}}, r"logs.colour: found 'red'"),
