@@ -70,7 +70,10 @@ class LocalTokens:
         kind = (model, _use(path, body))
         if kind in self.given_up:
             return None
-        ids = await self._tokenizers[model].token_ids(path, json.loads(body.raw))
+        fields = _all_fields(body.raw)
+        if fields is None:
+            return None
+        ids = await self._tokenizers[model].token_ids(path, fields)
         if ids is None:
             return None
         if not self._asks_engine or self.agreed[kind] >= _COMPARED_PROMPTS:
@@ -121,6 +124,15 @@ class LocalTokens:
         if served is None and len(self._tokenizers) == 1:
             served = next(iter(self._tokenizers))
         return served if served in self._tokenizers else None
+
+
+def _all_fields(raw: bytes) -> dict[str, Any] | None:
+    """All of a body; None where what nobody looked at so far, such as a number, cannot be read."""
+    try:
+        found: dict[str, Any] = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return found
 
 
 def _use(path: str, body: RequestBody) -> str:

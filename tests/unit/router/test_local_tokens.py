@@ -181,6 +181,19 @@ def route(tokens: LocalTokens, times: int, **fields: Any) -> list[PrefixRequest 
     return asyncio.run(asked())
 
 
+@pytest.mark.parametrize(
+    "more", [b'"\xff"', b"1" * 5_000], ids=["no UTF-8", "a number of 5000 digits"]
+)
+def test_a_body_that_cannot_be_read_whole_has_no_tokens_here(
+    local: LocalTokenizer, more: bytes
+) -> None:
+    """It is the engine that judges a body: what no route depends on must not be an error here."""
+    body = read_body(b'{"model": "m", "prompt": "the fox", "metadata": %b}' % more)
+    assert body.text == "the fox"
+    tokens = LocalTokens({"m": local}, names, Engine(None))
+    assert asyncio.run(tokens.tokens(TEXT, body)) is None
+
+
 def test_a_tokenizer_is_compared_with_the_engine_at_first_and_then_believed(
     local: LocalTokenizer,
 ) -> None:
