@@ -48,14 +48,16 @@ class InstancePlan(msgspec.Struct, frozen=True):
 class Planner:
     """Makes plans.
 
-    Mutable state: the ports that were given out, so that none is given twice.
+    Mutable state: the ports that were given out, by instance, so that none is given twice. One that
+    comes again gives back those that it had.
     """
 
     def __init__(self, config: ServeConfig, environ: Mapping[str, str] = os.environ) -> None:
         self._config = config
         self._environ = environ
-        self._ports = {one.port for one in config.instances if one.port is not None}
-        self._ports.add(config.router.port)
+        self._named = {one.port for one in config.instances if one.port is not None}
+        self._named.add(config.router.port)
+        self._given: dict[str, set[int]] = {}
 
     def plan(self, settings: InstanceSettings, number: int) -> InstancePlan:
         """The plan of one instance.
@@ -66,7 +68,8 @@ class Planner:
         """
         file, name = self._config.file, settings.name
         assert name is not None
-        port = settings.port or self._free(1)
+        self._given[name] = set()
+        port = settings.port or self._free(name, 1)
         flags = filled(merged_flags(_FLAGS, file.vllm, settings.vllm), name, number)
         words = file.command or _VLLM
         command = [sys.executable if word == "{python}" else word for word in words]
@@ -77,7 +80,7 @@ class Planner:
             tiers = filled(merged_tiers(file.tiers, settings.tiers), name, number)
             ranks = max(1, int(flags.get(RANKS_FLAG) or 1))
             tiers["instance_id"] = name
-            tiers["events"], events = self._events(tiers.get("events"), ranks)
+            tiers["events"], events = self._events(name, tiers.get("events"), ranks)
             transfer = opal_transfer_config(tiers)
             command += command_flags({"kv-transfer-config": transfer})
         return InstancePlan(
@@ -93,11 +96,11 @@ class Planner:
             ),
         )
 
-    def _events(self, given: Any, ranks: int) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def _events(self, name: str, given: Any, ranks: int) -> tuple[dict[str, Any], tuple[str, ...]]:
         """The channel's settings, and where each rank's is reached."""
         events = dict(given or {})
         if events.get("endpoint") is None:
-            first = self._free(PORTS_PER_RANK * ranks)
+            first = self._free(name, PORTS_PER_RANK * ranks)
             events["endpoint"] = f"tcp://{HOST}:{first}"
             events["publish_endpoint"] = f"tcp://{HOST}:{first + 1}"
         endpoint = parse_endpoint(events["endpoint"])
@@ -123,11 +126,12 @@ class Planner:
         words = {field: str(value) for field, value in given.items()}
         return {**self._environ, **_ENVIRONMENT, **offline, **key, **words}
 
-    def _free(self, count: int) -> int:
+    def _free(self, name: str, count: int) -> int:
+        taken = self._named.union(*self._given.values())
         for _ in range(_PORT_TRIES):
             first = free_port(count)
             wanted = set(range(first, first + count))
-            if not wanted & self._ports:
-                self._ports |= wanted
+            if not wanted & taken:
+                self._given[name] |= wanted
                 return first
         raise OSError("all free ports are given out already")

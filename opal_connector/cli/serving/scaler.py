@@ -79,7 +79,11 @@ class Scaler:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
-            await self.look(time.monotonic())
+            try:
+                await self.look(time.monotonic())
+            except Exception:
+                # What failed once, such as a port that was not free, need not fail again.
+                logger.exception("the number of instances could not be changed")
 
     async def look(self, now: float) -> None:
         """Change the number of instances, where that is due."""

@@ -68,6 +68,16 @@ def test_lasting_ports_are_none_that_a_client_may_be_given(tmp_path: Path) -> No
             assert int(url.rpartition(":")[2]) + 1 < low
 
 
+def test_an_instance_that_comes_again_gives_back_its_ports(tmp_path: Path) -> None:
+    """Else scaling would use all of them up, some day."""
+    config = fake_cluster(tmp_path, instances=2)
+    planner = Planner(config, {})
+    urls = {planner.plan(config.instances[0], 1).url for _ in range(20)}
+    planner.plan(config.instances[1], 2)
+    assert len(urls) > 1
+    assert sum(map(len, planner._given.values())) == 2 * 3
+
+
 def test_flags_are_words_of_a_command_line(tmp_path: Path) -> None:
     """True, false, null, lists, mappings and numbers, in any spelling of the flag's name."""
     vllm = {
