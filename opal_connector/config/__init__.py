@@ -2,7 +2,8 @@
 
 from opal_connector.config.convert import converted, read_mapping
 from opal_connector.config.endpoints import Endpoint, parse_endpoint
-from opal_connector.config.load import ConfigError, load_config
+from opal_connector.config.errors import ConfigError
+from opal_connector.config.load import load_config
 from opal_connector.config.schema import (
     TIER_NAMES,
     CPUMemoryConfig,

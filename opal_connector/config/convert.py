@@ -3,36 +3,38 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
 
-from opal_connector.config.load import ConfigError
+from opal_connector.config.errors import ConfigError
 
 _STEP: Final = re.compile(r"([^.\[\]]+)|\[([0-9]+)\]")  # of a path such as instances[0].url
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 Inner = Mapping[str, type[msgspec.Struct]]
 
 
-def read_mapping(path: str | Path) -> dict[str, Any]:
-    """The mapping that a YAML or JSON file holds.
+def read_mapping(path: str | Path, field: str = "config") -> dict[str, Any]:
+    """The mapping that a YAML or JSON file holds; `field` is where its path stands.
 
     Raises:
         ConfigError: The file cannot be read, or holds something else.
     """
     try:
         content = Path(path).expanduser().read_bytes()
-    except (OSError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no such home
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"config: found {str(path)!r}, which cannot be read ({reason})") from None
+        raise ConfigError(
+            f"{field}: found {str(path)!r}, which cannot be read ({reason})"
+        ) from None
     try:
         loaded = yaml.safe_load(content)  # JSON is YAML
     except yaml.YAMLError as error:
         place = str(error).replace("\n", " ")
-        raise ConfigError(f"config: {str(path)!r} is neither JSON nor YAML: {place}") from None
+        raise ConfigError(f"{field}: {str(path)!r} is neither JSON nor YAML: {place}") from None
     if not isinstance(loaded, dict):
-        raise ConfigError(f"config: {str(path)!r} holds no mapping of names to values")
+        raise ConfigError(f"{field}: {str(path)!r} holds no mapping of names to values")
     return loaded
 
 
@@ -66,6 +68,9 @@ def _explain(
         allowed = ", ".join(owner.__struct_fields__)
         full = f"{where}.{field}" if where else field
         return f"{full}: unknown field; allowed here: {allowed}"
+    hint = get_type_hints(owner).get(where.rpartition(".")[2])
+    if get_origin(hint) is Literal:
+        text = f"allowed: {', '.join(get_args(hint))}"
     return f"{where or top}: found {value!r}; {text[0].lower()}{text[1:]}"
 
 

@@ -1,14 +1,14 @@
 """From a user's dictionary or file to a checked `OpalConfig`, with one clear error."""
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Final
 
 import msgspec
-import yaml
 
+from opal_connector.config.convert import converted, read_mapping
 from opal_connector.config.endpoints import parse_endpoint
+from opal_connector.config.errors import ConfigError
 from opal_connector.config.schema import (
     TIER_NAMES,
     CurveConfig,
@@ -25,13 +25,12 @@ _FILE_FIELD = "opal_config"
 # Defaults of vLLM and of other connectors may share the dictionary; these are read by vLLM itself.
 _HOST_FIELDS = frozenset({"kv_connector_module_path"})
 _EVENTS = "events"
-_CURVE = "events.curve"
 _TOP = "kv_connector_extra_config"
-_STEP = re.compile(r"([^.\[\]]+)|\[([0-9]+)\]")  # of a path such as kvc_tiers[0]
-
-
-class ConfigError(ValueError):
-    """A user's mistake in the configuration: the field, what was found, what is allowed."""
+_INNER: Final[dict[str, type[msgspec.Struct]]] = {
+    **{name: type(OpalConfig().tier(name)) for name in TIER_NAMES},
+    _EVENTS: EventsConfig,
+    "curve": CurveConfig,
+}
 
 
 def load_config(extra: Mapping[str, Any] | None) -> OpalConfig:
@@ -47,10 +46,7 @@ def load_config(extra: Mapping[str, Any] | None) -> OpalConfig:
     file_name = given.pop(_FILE_FIELD, None)
     merged = _merge(_read_file(file_name), given) if file_name is not None else given
     _check_names(_TOP, merged)
-    try:
-        config = msgspec.convert(merged, OpalConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(_explain(str(error), merged)) from None
+    config = converted(merged, OpalConfig, top=_TOP, inner=_INNER)
     _check(config)
     return config
 
@@ -58,18 +54,7 @@ def load_config(extra: Mapping[str, Any] | None) -> OpalConfig:
 def _read_file(name: object) -> dict[str, Any]:
     if not isinstance(name, str):
         raise ConfigError(f"opal_config: found {name!r}, allowed is the path of a file")
-    try:
-        content = Path(name).expanduser().read_bytes()
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no such home
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"opal_config: found {name!r}, which cannot be read ({reason})") from None
-    try:
-        loaded = yaml.safe_load(content)  # JSON is YAML
-    except yaml.YAMLError as error:
-        place = str(error).replace("\n", " ")
-        raise ConfigError(f"opal_config: {name!r} is neither JSON nor YAML: {place}") from None
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"opal_config: {name!r} holds no mapping of names to values")
+    loaded = read_mapping(name, _FILE_FIELD)
     if _FILE_FIELD in loaded:
         raise ConfigError(f"opal_config: {name!r} names another opal_config; one file is allowed")
     return loaded
@@ -90,40 +75,6 @@ def _check_names(where: str, given: Mapping[Any, Any]) -> None:
             raise ConfigError(f"{where}: found {name!r} as a name, allowed: text")
         if isinstance(value, Mapping):
             _check_names(name, value)
-
-
-def _explain(message: str, given: Mapping[str, Any]) -> str:
-    """Put msgspec's path first and add what was found there and what may stand there."""
-    text, _, path = message.partition(" - at ")
-    path = path.strip("`")
-    where = path.removeprefix("$.").removeprefix("$") or _TOP
-    steps = where.split(".")
-    owner: type[msgspec.Struct] = OpalConfig
-    if steps[0] in TIER_NAMES and (len(steps) > 1 or "unknown field" in text):
-        owner = type(OpalConfig().tier(steps[0]))
-    elif where == _CURVE or where.startswith(f"{_CURVE}."):
-        owner = CurveConfig
-    elif steps[0] == _EVENTS and (len(steps) > 1 or "unknown field" in text):
-        owner = EventsConfig
-    if "unknown field" in text:
-        allowed = ", ".join(owner.__struct_fields__)
-        field = text.split("`")[1]
-        full = f"{where}.{field}" if where in (*TIER_NAMES, _EVENTS, _CURVE) else field
-        return f"{full}: unknown field; allowed here: {allowed}"
-    hint = get_type_hints(owner).get(steps[-1])
-    if get_origin(hint) is Literal:
-        text = f"allowed: {', '.join(get_args(hint))}"
-    return f"{where}: found {_value_at(where, given)!r}; {text[0].lower()}{text[1:]}"
-
-
-def _value_at(where: str, given: Mapping[str, Any]) -> Any:
-    value: Any = given
-    for name, index in _STEP.findall(where):
-        if index and isinstance(value, Sequence):
-            value = value[int(index)]
-        elif isinstance(value, Mapping):
-            value = value[name]
-    return value
 
 
 def _check_tier_names(names: Sequence[str]) -> None:
