@@ -15,13 +15,15 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from opal_connector.cluster.router.wire import error_answer
+from opal_connector.cluster.router.wire import SESSION_HEADER, error_answer
 
 logger = logging.getLogger(__name__)
 
 FIRST: Final = 0  # the process that administrators speak to, whichever they reach
 _HOST: Final = "http://sibling"
 _ANSWER_SECONDS: Final = 5.0
+_ASKED_HEADERS: Final = frozenset({"content-type", "accept", SESSION_HEADER.lower()})
+_OWN_HEADERS: Final = frozenset({"connection", "content-length", "date", "keep-alive", "server"})
 _ADMIN_SECONDS: Final = 600.0  # to drain an instance takes long
 
 
@@ -65,7 +67,7 @@ class Siblings:
         headers = {
             name: value
             for name, value in request.headers.items()
-            if name.lower().startswith("x-opal-") or name.lower() in {"content-type", "accept"}
+            if name.lower().startswith("x-opal-") or name.lower() in _ASKED_HEADERS
         }
         try:
             async with self._session(FIRST).request(
@@ -78,7 +80,11 @@ class Siblings:
                 return web.Response(
                     body=await answer.read(),
                     status=answer.status,
-                    headers={"Content-Type": answer.headers.get("Content-Type", "text/plain")},
+                    headers={
+                        name: value
+                        for name, value in answer.headers.items()
+                        if name.lower() not in _OWN_HEADERS
+                    },
                 )
         except (aiohttp.ClientError, TimeoutError, OSError):
             again = {"Retry-After": "1"}

@@ -4,6 +4,7 @@ import asyncio
 import time
 from pathlib import Path
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -13,10 +14,11 @@ from opal_connector.cluster.router.peer_messages import Hello, Message, Standing
 from opal_connector.cluster.router.process_books import ProcessBooks
 from opal_connector.cluster.router.processes import Processes
 from opal_connector.cluster.router.shared_router import SharedRouter
-from opal_connector.cluster.router.siblings import Share
+from opal_connector.cluster.router.siblings import Share, Siblings
 from opal_connector.cluster.router.wire import json_answer
 
 PATIENCE_SECONDS = 30.0
+GUARDED = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
 def core() -> RouterCore:
@@ -83,5 +85,33 @@ def test_nobody_can_ask_a_process_before_it_knows_what_an_administrator_wanted(
             await runner.cleanup()
             server.close()
             await first.close()
+
+    asyncio.run(body())
+
+
+def test_question_and_answer_are_whole_whichever_process_is_asked(tmp_path: Path) -> None:
+    """The session that a route is asked for, and what forbids a browser to keep an answer."""
+    first, second = (Siblings(Share(tmp_path, number, 2)) for number in range(2))
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        return json_answer(request.headers["X-Session-ID"], status=409, headers=GUARDED)
+
+    async def body() -> None:
+        runners = [web.ServerRunner(web.Server(one)) for one in (answer, second.pass_on)]
+        for runner in runners:
+            await runner.setup()
+        await first.site(runners[0]).start()
+        await web.TCPSite(runners[1], "127.0.0.1", 0).start()
+        port = runners[1].addresses[0][1]
+        async with (
+            aiohttp.ClientSession() as client,
+            client.get(f"http://127.0.0.1:{port}/route", headers={"X-Session-ID": "s"}) as found,
+        ):
+            assert (found.status, await found.json()) == (409, "s")
+            assert found.headers.items() >= GUARDED.items()
+            assert len(found.headers.getall("Content-Length")) == 1
+        await second.close()
+        for runner in runners:
+            await runner.cleanup()
 
     asyncio.run(body())
