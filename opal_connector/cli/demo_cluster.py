@@ -6,7 +6,6 @@ all else the prompts are the same, and so are the answers.
 
 import asyncio
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,7 +52,7 @@ def cluster_settings(model: Path, directory: Path) -> dict[str, Any]:
     token_bytes = _token_bytes(model)
     return {
         "model": str(model),
-        "instances": [{"environment": _own_cores(number)} for number in range(INSTANCE_COUNT)],
+        "instances": INSTANCE_COUNT,
         "tiers": {
             "kvc_tiers": ["CPUMemory", "LocalNVMe"],
             "chunk_size": 2 * _BLOCK_TOKENS,
@@ -74,13 +73,6 @@ def cluster_settings(model: Path, directory: Path) -> dict[str, Any]:
         "environment": {"VLLM_CPU_KVCACHE_SPACE": 1},
         "router": {"port": 0},
     }
-
-
-def _own_cores(number: int) -> dict[str, Any]:
-    """The cores of one engine alone: on shared ones, the first to come slows the others down."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    own = cores[number::INSTANCE_COUNT]
-    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, own))} if own else {}
 
 
 def _token_bytes(model: Path) -> int:

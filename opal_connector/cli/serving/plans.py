@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from opal_connector.cli.server_process import HOST, free_port, opal_transfer_config
+from opal_connector.cli.serving.cores import own_cores
 from opal_connector.cli.serving.engine_arguments import (
     RANKS_FLAG,
     command_flags,
@@ -124,7 +125,10 @@ class Planner:
             key = {"VLLM_API_KEY": value}
         offline = _OFFLINE if os.path.isdir(self._config.model_path) else {}
         words = {field: str(value) for field, value in given.items()}
-        return {**self._environ, **_ENVIRONMENT, **offline, **key, **words}
+        whole = {**self._environ, **_ENVIRONMENT, **offline, **key, **words}
+        if file.command is not None or not file.own_cores:
+            return whole
+        return {**own_cores(number, len(self._config.instances), whole), **whole}
 
     def _free(self, name: str, count: int) -> int:
         taken = self._named.union(*self._given.values())

@@ -82,7 +82,10 @@ class PrewarmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class ServeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The file as it is written. `command` starts an engine, vLLM's server where it is None."""
+    """The file as it is written. `command` starts an engine, vLLM's server where it is None.
+
+    With `own_cores` engines on the CPU share the processor's cores out among themselves.
+    """
 
     model: str
     instances: int | tuple[InstanceSettings, ...] = 1
@@ -90,6 +93,7 @@ class ServeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     vllm: dict[str, Any] = {}
     environment: dict[str, str | int | float] = {}
     command: tuple[str, ...] | None = None
+    own_cores: bool = True
     router: dict[str, Any] = {}
     scaling: ScalingSettings = ScalingSettings()
     restart: RestartSettings = RestartSettings()
