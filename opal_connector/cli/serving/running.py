@@ -40,8 +40,9 @@ _POLL_SECONDS: Final = 0.05
 class RunningCluster:
     """The instances, and the router before them.
 
-    Mutable state: the supervisors by name, in the order in which they were started, and whether it
-    ends. The loop's thread alone uses it, and it must be the main one.
+    Mutable state: the supervisors by name, in the order in which they were started, who is sent
+    nothing until it is ready, and whether it ends. The loop's thread alone uses it, and it must be
+    the main one.
 
     Args:
         config: What to run.
@@ -59,6 +60,7 @@ class RunningCluster:
         self.server = RouterServer(config.router, environ)
         self.supervisors: dict[str, Supervisor] = {}
         self.has_failed = asyncio.Event()
+        self._held: set[str] = set()
         self._planner = Planner(config, environ)
         self._sink = sink
         self._guard: Guard | None = None
@@ -235,6 +237,7 @@ class RunningCluster:
         """Let the router know it, and send it requests."""
         instance = self.core.fleet.get(plan.name)
         if instance is None:
+            self._held.add(plan.name)
             instance = await self.core.add(plan.router, is_held=True)
         else:
             await self.core.health.check(instance)
@@ -243,13 +246,17 @@ class RunningCluster:
                 await self._prewarm.warm(instance)
             except Exception:  # one that is cold serves as well
                 logger.exception("%s could not be warmed", plan.name)
-        instance.is_draining = False
+        if plan.name in self._held:  # else an administrator has it drained
+            self._held.discard(plan.name)
+            instance.is_draining = False
         self.core.fleet.on_change()
 
     def on_end(self, plan: InstancePlan) -> None:
         """The router need not find out by itself."""
         instance = self.core.fleet.get(plan.name)
         if instance is not None:
+            if not instance.is_draining:
+                self._held.add(plan.name)
             instance.is_draining = True  # until it is ready again
             self.core.health.died(instance)
 

@@ -15,6 +15,7 @@ from router_world import eventually
 from serve_world import environment, fake_cluster, lives, pids
 
 from opal_connector.cli.serving.log_sink import LogSink
+from opal_connector.cli.serving.plans import InstancePlan
 from opal_connector.cli.serving.running import RunningCluster, cluster
 from opal_connector.cli.serving.scaler import Scaler
 from opal_connector.cli.serving.supervisor import State
@@ -82,6 +83,36 @@ def test_an_engine_that_is_killed_comes_back_and_is_used_again(tmp_path: Path) -
             running.core.router.set_policy("RoundRobin")
             found = {(await ask(running))[1] for _ in range(2)}
             assert found == {"engine-1", "engine-2"}
+
+    run(body())
+
+
+def test_what_an_administrator_has_drained_stays_so_when_its_engine_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That an engine was started again is no reason to send it requests."""
+
+    async def body() -> None:
+        async with cluster(fake_cluster(tmp_path)) as running:
+            await running.until_serving(seconds=30)
+            drained = running.core.fleet.get("engine-1")
+            assert drained is not None
+            assert await running.core.drain(drained)
+            ready: list[str] = []
+            on_ready = running.on_ready
+
+            async def noted(plan: InstancePlan) -> None:
+                await on_ready(plan)
+                ready.append(plan.name)
+
+            monkeypatch.setattr(running, "on_ready", noted)
+            for pid in pids(running):
+                os.kill(pid, signal.SIGKILL)
+            await eventually(lambda: len(ready) == 2, "both engines")
+            assert drained.health is Health.UP
+            assert [one.name for one in running.taking()] == ["engine-2"]
+            drained.is_draining = False  # as `resume` does
+            assert len(running.taking()) == 2
 
     run(body())
 
