@@ -5,6 +5,7 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Union, get_args, get_origin
+from urllib.parse import urlsplit
 
 import click
 import msgspec
@@ -156,9 +157,16 @@ def _result_options() -> list[click.Parameter]:
     ]
 
 
-def _url(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
-    if not value.startswith(("http://", "https://")):
-        raise CommandError(f"--url: found {value!r}, allowed: http://HOST:PORT or https://...")
+def _url(_context: click.Context, parameter: click.Parameter, value: str) -> str:
+    option = parameter.opts[0]
+    try:
+        parts = urlsplit(value)
+    except ValueError:
+        parts = urlsplit("")
+    if "@" in parts.netloc:  # it would be in the output; it may be a password and is not shown here
+        raise CommandError(f"{option}: found a name before the host; a --header may have it.")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise CommandError(f"{option}: found {value!r}, allowed: http://HOST:PORT or https://...")
     return value
 
 

@@ -331,6 +331,12 @@ def test_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "sentence"),
     [
         (["uniform", "--url", "localhost:8000"], "--url: found 'localhost:8000', allowed: http"),
+        (["uniform", "--url", "http://[::1"], "--url: found 'http://[::1', allowed: http"),
+        (["uniform", "--url", "http://me:secret@x"], "--url: found a name before the host; a"),
+        (
+            ["uniform", "--url", "http://x", "--metrics", "x"],
+            "--metrics: found 'x', allowed: http://HOST:PORT",
+        ),
         (
             ["uniform", "--url", "http://x", "--request-rate", "0"],
             "--request-rate: found 0, allowed: more than 0.",
@@ -361,6 +367,7 @@ def test_mistake_is_one_sentence(arguments: list[str], sentence: str) -> None:
     assert result.exit_code == 2
     assert sentence in result.stderr
     assert "Traceback" not in result.output
+    assert "secret" not in result.output
 
 
 def test_bad_trace_is_one_sentence(engine: FakeEngine, tmp_path: Path) -> None:
