@@ -51,7 +51,10 @@ class Keys:
         """
         if self._admin is not None:
             return _is_same(request.headers.get(ADMIN_KEY_HEADER, ""), self._admin)
-        asked = urlsplit(f"//{request.headers.get('Host', '')}").hostname or ""
+        try:
+            asked = urlsplit(f"//{request.headers.get('Host', '')}").hostname or ""
+        except ValueError:  # it is no host
+            return False
         return (
             self._is_loopback
             and is_loopback(request.remote or "")

@@ -232,6 +232,7 @@ def test_without_an_admins_key_only_this_machine_may_and_no_page_in_its_browser(
                 {"Origin": "http://evil.example"},
                 {"X-Forwarded-For": "10.0.0.1"},
                 {"Host": "evil.example"},
+                {"Host": "[::1"},
             ):
                 assert (await call(made, "GET", "/admin/state", **headers))[0] == 403
 
