@@ -19,6 +19,7 @@ from opal_connector.cluster.router.wire import (
     RANK_HEADER,
     WORKER_HEADER,
     answer_headers,
+    origin_form,
     request_head,
 )
 
@@ -150,7 +151,7 @@ class Exchange:
         instance = self._placement.instance
         address = instance.pool.address
         lines = request_head(
-            address.prefix + self._job.request.raw_path,
+            address.prefix + origin_form(self._job.request.raw_path),
             address.host_header,
             self._job.request.raw_headers,
             length,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from typing import Final
+from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 from aiohttp import web
@@ -43,6 +44,17 @@ _ERROR_KINDS: Final = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
+
+
+def origin_form(target: str) -> str:
+    """A request's path and query alone: what is behind an instance must not be the client's choice.
+
+    A target may name a host, as for a proxy, and that one would count more than ours in `Host`.
+    """
+    if target.startswith("/"):
+        return target
+    parts = urlsplit(target)
+    return urlunsplit(("", "", parts.path or "/", parts.query, ""))
 
 
 def request_head(

@@ -7,7 +7,7 @@ from opal_connector.cluster.router.bodies import read_body
 from opal_connector.cluster.router.breaker import Breaker, BreakerSettings, BreakerState
 from opal_connector.cluster.router.histogram import Histogram
 from opal_connector.cluster.router.usage import CachedTokens
-from opal_connector.cluster.router.wire import passed_on
+from opal_connector.cluster.router.wire import origin_form, passed_on
 from opal_connector.config import ConfigError
 
 SETTINGS = BreakerSettings(failures=2, open_seconds=1.0, longest_open_seconds=3.0)
@@ -117,6 +117,21 @@ def test_the_end_of_an_answer_is_all_that_is_kept() -> None:
 def test_headers_between_two_neighbours_are_not_passed_on() -> None:
     headers = [(b"Connection", b"close, X-Mine"), (b"x-mine", b"1"), (b"Keep", b"2")]
     assert list(passed_on(headers, frozenset({b"connection"}))) == [(b"Keep", b"2")]
+
+
+@pytest.mark.parametrize(
+    ("target", "passed_on_as"),
+    [
+        ("/v1/completions?a=%2F&b", "/v1/completions?a=%2F&b"),
+        ("http://evil/v1/completions?a=%2F&b", "/v1/completions?a=%2F&b"),
+        ("http://a:b@evil:1", "/"),
+    ],
+)
+def test_the_host_that_a_target_names_is_not_asked_of_an_instance(
+    target: str, passed_on_as: str
+) -> None:
+    """Whoever stands before an instance would prefer it to the instance's own name."""
+    assert origin_form(target) == passed_on_as
 
 
 def test_a_histogram_counts_as_prometheus_does() -> None:
