@@ -1,6 +1,7 @@
 """What a router is told: the configuration's Structs, and how a file becomes them."""
 
 import ipaddress
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -327,6 +328,8 @@ _POSITIVE: Final[dict[str, tuple[str, ...]]] = {
     ),
     "tokens": ("timeout_seconds",),
     "audit": ("resync_seconds",),
+    "balanced": ("assumed_tokens_per_second",),
+    "affinity": ("ttl_seconds",),
 }
 _AT_LEAST_ONE: Final[dict[str, tuple[str, ...]]] = {
     "health": ("failing_after", "refused_connections"),
@@ -336,7 +339,14 @@ _AT_LEAST_ONE: Final[dict[str, tuple[str, ...]]] = {
     "audit": ("least_requests",),
 }
 _SHARES: Final = {"health": ("jitter",), "audit": ("weight", "least_trust")}
-_FROM_ZERO: Final = {"queue": ("max_queue",), "tokens": ("cached_prompts", "cached_tokens")}
+_FROM_ZERO: Final[dict[str, tuple[str, ...]]] = {
+    "queue": ("max_queue",),
+    "tokens": ("cached_prompts", "cached_tokens"),
+    "affinity": ("soft_factor", "max_sessions"),
+}
+_WEIGHTS: Final[dict[str, tuple[str, ...]]] = {
+    "balanced": ("work_weight", "evenness", "decode_weight", "temperature"),
+}
 
 
 def _check_numbers(config: RouterConfig) -> None:
@@ -345,6 +355,7 @@ def _check_numbers(config: RouterConfig) -> None:
         (_AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
         (_SHARES, lambda value: 0 <= value <= 1, "0 to 1"),
         (_FROM_ZERO, lambda value: value >= 0, "0 or more"),
+        (_WEIGHTS, lambda value: 0 <= value < math.inf, "a finite number from 0 on"),
     )
     for table, is_allowed, allowed in rules:
         for part, fields in table.items():

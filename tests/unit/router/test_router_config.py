@@ -62,6 +62,16 @@ def test_a_file_says_everything_and_the_rest_is_as_it_should_be(tmp_path: Path) 
         ({"limits": {"max_body": "much"}}, "limits.max_body: found 'much', allowed: a size"),
         ({"limits": {"drain_seconds": 0}}, "limits.drain_seconds: found 0.0, allowed: above 0"),
         ({"affinity": {"mode": "firm"}}, "affinity.mode: found 'firm'"),
+        ({"affinity": {"ttl_seconds": 0}}, "affinity.ttl_seconds: found 0.0, allowed: above 0"),
+        (
+            {"balanced": {"assumed_tokens_per_second": 0}},
+            "balanced.assumed_tokens_per_second: found 0.0, allowed: above 0",
+        ),
+        (
+            {"balanced": {"work_weight": float("inf")}},
+            "balanced.work_weight: found inf, allowed: a finite number from 0 on",
+        ),
+        ({"balanced": {"evenness": -1}}, "balanced.evenness: found -1.0, allowed: a finite number"),
         ({"instances": [{"name": "a"}]}, "instances[0]: found {'name': 'a'}; object missing"),
         ({"instances": [{"url": URL, "x": 1}]}, "instances[0].x: unknown field; allowed here: url"),
         ({"instances": [{"url": "a:1"}]}, "instances[0].url: found 'a:1', allowed: http://HOST"),
