@@ -21,6 +21,7 @@ from opal_connector.cluster.router.prompt_tokens import BodyTokens, EngineTokens
 from opal_connector.cluster.router.self_check import EventCheck
 from opal_connector.cluster.router.sources import POLL_SECONDS, ClusterIndex, EventSources
 from opal_connector.cluster.router.upstream import UpstreamBroken
+from opal_connector.reports import RateLimitedWarnings
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class RouterCore:
         self.forwarder.on_cached = self._on_answer
         self.forwarder.on_failure = self.health.failed
         self.on_admin: Callable[[], None] = lambda: None  # what an administrator wants has changed
+        self._warnings = RateLimitedWarnings(logger)
         self._checking: asyncio.Task[None] | None = None
         self.collectors: list[Any] = []  # of those that have more to tell on /metrics
         self.deaths = 0
@@ -161,13 +163,23 @@ class RouterCore:
         probe_at, wait_seconds = 0.0, _PROBE_SECONDS
         while True:
             now = time.monotonic()
-            self.event_check.look(now)
-            if self.local_tokens.unprobed and now >= probe_at:
-                for model in list(self.local_tokens.unprobed):
-                    if self.fleet.well(now, model, ()) and not await self.local_tokens.probe(model):
+            try:
+                self.event_check.look(now)
+                if self.local_tokens.unprobed and now >= probe_at:
+                    if not await self._probe_tokenizers(now):
                         wait_seconds = min(2 * wait_seconds, _LONGEST_PROBE_SECONDS)
-                probe_at = time.monotonic() + wait_seconds
+                    probe_at = time.monotonic() + wait_seconds
+            except Exception as error:  # noqa: BLE001 - one fault must not end all later checks
+                self._warnings.warn("check", "a check against the engines failed: %r", error)
             await asyncio.sleep(POLL_SECONDS)
+
+    async def _probe_tokenizers(self, now: float) -> bool:
+        """Probe those whose engine is well; returns whether each of these told."""
+        told = True
+        for model in list(self.local_tokens.unprobed):
+            if self.fleet.well(now, model, ()):
+                told &= await self.local_tokens.probe(model)
+        return told
 
     def _on_answer(self, placement: Placement, cached_tokens: int | None) -> None:
         self.audit.see(placement, cached_tokens)

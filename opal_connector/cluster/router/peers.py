@@ -13,8 +13,10 @@ from opal_connector.cluster.router.peer_messages import (
     encode_frame,
     read_frame,
 )
+from opal_connector.reports import RateLimitedWarnings
 
 logger = logging.getLogger(__name__)
+warnings = RateLimitedWarnings(logger)
 
 _AGAIN_SECONDS: Final = 0.1
 _SETTLE_POLL_SECONDS: Final = 0.01
@@ -117,21 +119,27 @@ class Peers:
     async def _speak(self, other: int) -> None:
         """Keep a stream to another process."""
         while True:
-            with contextlib.suppress(OSError):
-                reader, writer = await asyncio.open_unix_connection(self._path(other))
-                try:
-                    self._flush()  # what is pending is in the standing as well
-                    frames = [Hello(self.number), *self._books.standing()]
-                    writer.write(b"".join(map(encode_frame, frames)))
-                    self._writers[other] = writer
-                    self._tried.add(other)
-                    await reader.read()  # nothing comes on it but its end
-                finally:
-                    if self._writers.get(other) is writer:
-                        del self._writers[other]
-                    writer.transport.abort()
+            try:
+                with contextlib.suppress(OSError):
+                    await self._speak_once(other)
+            except Exception as error:  # noqa: BLE001 - it begins anew, with all that counts
+                warnings.warn("speak", "router process %d cannot be told: %r", other, error)
             self._tried.add(other)
             await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def _speak_once(self, other: int) -> None:
+        reader, writer = await asyncio.open_unix_connection(self._path(other))
+        try:
+            self._flush()  # what is pending is in the standing as well
+            frames = [Hello(self.number), *self._books.standing()]
+            writer.write(b"".join(map(encode_frame, frames)))
+            self._writers[other] = writer
+            self._tried.add(other)
+            await reader.read()  # nothing comes on it but its end
+        finally:
+            if self._writers.get(other) is writer:
+                del self._writers[other]
+            writer.transport.abort()
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
