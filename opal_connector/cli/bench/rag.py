@@ -6,17 +6,11 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 from typing_extensions import override
 
-from opal_connector.cli.bench.workload import (
-    Conversation,
-    Turn,
-    Vocabulary,
-    Workload,
-    arrivals,
-    request_limit,
-)
+from opal_connector.cli.bench.arriving import ArrivingWorkload
+from opal_connector.cli.bench.workload import Conversation, Turn, Vocabulary
 
 
-class RAGWorkload(Workload, frozen=True, kw_only=True):
+class RAGWorkload(ArrivingWorkload, frozen=True, kw_only=True):
     """Prompts of a system prompt and `docs_per_request` different documents, sorted.
 
     Sorted, equal first documents are a common prefix. A document behind others is found again only
@@ -32,35 +26,16 @@ class RAGWorkload(Workload, frozen=True, kw_only=True):
     docs_per_request: Annotated[int, Meta(description="Documents of a prompt.")] = 4
     question_size: Annotated[int, Meta(description="Tokens of its own after them.")] = 0
     output_tokens: Annotated[int, Meta(description="Tokens of an answer.")] = 128
-    request_rate: Annotated[float, Meta(description="Requests a second.")] = 1.0
-    jitter: Annotated[
-        float, Meta(description="Chance in the times of arrival; 1 is a Poisson process.")
-    ] = 0.0
-    total_requests: Annotated[
-        int | None, Meta(description="Requests.  [default: 100, unless a duration is given]")
-    ] = None
-    time_duration_sec: Annotated[
-        float | None, Meta(description="No request begins later.  [default: no limit]")
-    ] = None
     max_concurrent_requests: Annotated[
         int, Meta(description="Requests under way at once; arrivals wait.")
     ] = 16
 
     def __post_init__(self) -> None:
-        self.check_positive("request_rate", "time_duration_sec")
-        self.check_end(self.total_requests)
+        self.check_arrivals()
         self.check_at_least(1, "num_documents", "document_size", "docs_per_request")
-        self.check_at_least(1, "output_tokens", "total_requests", "max_concurrent_requests")
-        self.check_at_least(0, "system_prompt_size", "question_size", "jitter")
-        self.check_at_most(1, "jitter")
+        self.check_at_least(1, "output_tokens", "max_concurrent_requests")
+        self.check_at_least(0, "system_prompt_size", "question_size")
         self.check_order("docs_per_request", "num_documents")
-
-    @property
-    @override
-    def request_count(self) -> int | None:
-        if self.time_duration_sec is not None:
-            return None
-        return request_limit(self.total_requests, None)
 
     @property
     @override
@@ -76,14 +51,7 @@ class RAGWorkload(Workload, frozen=True, kw_only=True):
             for number in range(self.num_documents)
         ]
         random = self.random("documents")
-        starts = arrivals(
-            self.random("arrivals"),
-            rate=self.request_rate,
-            jitter=self.jitter,
-            count=request_limit(self.total_requests, self.time_duration_sec),
-            duration_seconds=self.time_duration_sec,
-        )
-        for number, start_seconds in enumerate(starts):
+        for number, start_seconds in enumerate(self.starts()):
             prompt = list(system)
             for place in sorted(random.sample(range(self.num_documents), self.docs_per_request)):
                 prompt.extend(documents[place])

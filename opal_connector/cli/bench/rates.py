@@ -6,17 +6,11 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 from typing_extensions import override
 
-from opal_connector.cli.bench.workload import (
-    Conversation,
-    Turn,
-    Vocabulary,
-    Workload,
-    arrivals,
-    request_limit,
-)
+from opal_connector.cli.bench.arriving import ArrivingWorkload
+from opal_connector.cli.bench.workload import Conversation, Turn, Vocabulary
 
 
-class UniformReqRate(Workload, frozen=True, kw_only=True):
+class UniformReqRate(ArrivingWorkload, frozen=True, kw_only=True):
     """Requests equally far apart; a jitter above 0 mixes chance into the distance.
 
     A prompt is one of `prefixes` beginnings of `default_prefix_length` tokens, drawn at random, and
@@ -26,42 +20,24 @@ class UniformReqRate(Workload, frozen=True, kw_only=True):
     kind: ClassVar[str] = "uniform"
 
     request_rate: Annotated[float, Meta(description="Requests a second.")] = 2.0
-    total_requests: Annotated[
-        int | None, Meta(description="Requests.  [default: 100, unless a duration is given]")
-    ] = None
-    time_duration_sec: Annotated[
-        float | None, Meta(description="No request begins later.  [default: no limit]")
-    ] = None
     prompt_size_min: Annotated[int, Meta(description="Tokens of the shortest prompt.")] = 1025
     prompt_size_max: Annotated[int, Meta(description="Tokens of the longest prompt.")] = 2048
     output_tokens_min: Annotated[int, Meta(description="Tokens of the shortest answer.")] = 32
     output_tokens_max: Annotated[int, Meta(description="Tokens of the longest answer.")] = 128
     default_prefix_length: Annotated[int, Meta(description="Tokens of a shared beginning.")] = 1024
     prefixes: Annotated[int, Meta(description="Different shared beginnings.")] = 1
-    jitter: Annotated[
-        float, Meta(description="Chance in the times of arrival; 1 is a Poisson process.")
-    ] = 0.0
     max_outstanding_requests: Annotated[
         int, Meta(description="Requests under way at once; arrivals wait.")
     ] = 32
 
     def __post_init__(self) -> None:
-        self.check_positive("request_rate", "time_duration_sec")
-        self.check_end(self.total_requests)
-        self.check_at_least(1, "total_requests", "output_tokens_min", "prefixes")
+        self.check_arrivals()
+        self.check_at_least(1, "output_tokens_min", "prefixes")
         self.check_at_least(1, "max_outstanding_requests")
-        self.check_at_least(0, "default_prefix_length", "jitter")
+        self.check_at_least(0, "default_prefix_length")
         self.check_at_least(self.default_prefix_length + 1, "prompt_size_min")
         self.check_order("prompt_size_min", "prompt_size_max")
         self.check_order("output_tokens_min", "output_tokens_max")
-        self.check_at_most(1, "jitter")
-
-    @property
-    @override
-    def request_count(self) -> int | None:
-        if self.time_duration_sec is not None:
-            return None
-        return request_limit(self.total_requests, None)
 
     @property
     @override
@@ -77,14 +53,7 @@ class UniformReqRate(Workload, frozen=True, kw_only=True):
             for number in range(self.prefixes)
         ]
         random = self.random("requests")
-        starts = arrivals(
-            self.random("arrivals"),
-            rate=self.request_rate,
-            jitter=self.jitter,
-            count=request_limit(self.total_requests, self.time_duration_sec),
-            duration_seconds=self.time_duration_sec,
-        )
-        for number, start_seconds in enumerate(starts):
+        for number, start_seconds in enumerate(self.starts()):
             size = random.randint(self.prompt_size_min, self.prompt_size_max)
             output_tokens = random.randint(self.output_tokens_min, self.output_tokens_max)
             prefix = prefixes[random.randrange(self.prefixes)]

@@ -3,7 +3,6 @@
 A workload is a frozen set of parameters; equal parameters make equal prompts in every process.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import shake_128
@@ -156,19 +155,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, field)
             if value is not None and not value > 0:
                 raise WorkloadError(f"{field}: found {value:g}, allowed: more than 0")
-
-    def check_end(self, total: int | None) -> None:
-        """Refuses an infinite `request_rate` without a number of requests: no time would end it.
-
-        Raises:
-            WorkloadError: It would go on for good.
-        """
-        rate = getattr(self, "request_rate", 0.0)
-        lasts = getattr(self, "time_duration_sec", None)
-        if math.isinf(rate) and request_limit(total, lasts) is None:
-            raise WorkloadError(
-                f"request_rate: found {rate:g}, allowed: a finite one, or total_requests as well"
-            )
 
     def check_order(self, low: str, high: str) -> None:
         """Refuses a lower limit above the upper one.
