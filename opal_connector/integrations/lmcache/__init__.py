@@ -1,0 +1,1 @@
+"""Opal inside LMCache. The only room that imports LMCache; importing this package does not."""

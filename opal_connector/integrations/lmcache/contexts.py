@@ -1,0 +1,153 @@
+"""What the names of objects in a directory refer to, kept in small files beside them."""
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from opal_connector.integrations.lmcache.identity import Context, ContextNumber
+from opal_connector.reports import RateLimitedWarnings
+from opal_connector.tiers.file_names import namespace_name, new_temporary_name
+
+logger = logging.getLogger(__name__)
+warnings = RateLimitedWarnings(logger)
+
+_FOLDER: Final = "contexts"
+_SUFFIX: Final = ".json"
+_MODE: Final = 0o700
+_FILE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_RETRY_SECONDS: Final = 1.0
+_decode = msgspec.json.Decoder(Context).decode
+
+
+class ContextFiles:
+    """The contexts of one directory's objects, one file each, named by what names refer to.
+
+    A thread of its own reads them all at the start and when asked to, and writes new ones: a
+    directory that hangs holds up nobody. Should a process end between an object and its context,
+    the object is not found again, and is deleted.
+
+    Mutable state: what is to be written, what was read and not taken, and whether a reading is
+    due; guarded by `_wake`'s lock, which is not held while the directory is asked. `_written`
+    belongs to the thread.
+    """
+
+    def __init__(self, root: Path, namespace: bytes) -> None:
+        self._folder = f"{root}/{namespace_name(namespace)}/{_FOLDER}"
+        self._root = str(root)
+        self._wake = threading.Condition()
+        self._wanted: dict[Context, None] = {}
+        self._read: list[Context] = []
+        self._readings_due = 1
+        self._is_closing = False
+        self._written: set[str] = set()
+        self._thread = threading.Thread(target=self._run, name="opal-contexts", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all that was there, when it was last asked for, has been read."""
+        return self._readings_due == 0
+
+    def want(self, contexts: Iterable[Context]) -> None:
+        """Have contexts written, if they are not there."""
+        with self._wake:
+            self._wanted.update(dict.fromkeys(contexts))
+            self._wake.notify()
+
+    def read_again(self) -> None:
+        """Look what others have written."""
+        with self._wake:
+            self._readings_due += 1
+            self._wake.notify()
+
+    def take(self) -> list[Context]:
+        """What was read since the last call."""
+        if not self._read:
+            return []
+        with self._wake:
+            taken, self._read = self._read, []
+            return taken
+
+    def close(self, timeout_seconds: float = 2.0) -> None:
+        """Write what is wanted, and end; a thread that hangs is left behind."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        self._thread.join(timeout_seconds)
+
+    # ---- in the thread ----
+
+    def _run(self) -> None:
+        has_failed = False
+        while True:
+            with self._wake:
+                is_due = self._readings_due or self._wanted
+                if (not is_due or has_failed) and not self._is_closing:
+                    self._wake.wait(_RETRY_SECONDS if is_due else None)
+                due, wanted, is_closing = self._readings_due, list(self._wanted), self._is_closing
+            has_failed = False
+            try:
+                self._work(due, wanted)
+            except Exception as error:  # noqa: BLE001 - tried again; the objects are only not found again
+                warnings.warn("contexts", "cannot use %s: %r", self._folder, error)
+                has_failed = True
+            if is_closing:
+                return
+
+    def _work(self, due: int, wanted: list[Context]) -> None:
+        if due:
+            found = self._read_all()
+            with self._wake:
+                self._read += found
+                self._readings_due -= due
+        for context in wanted:
+            self._write(context)
+            with self._wake:
+                self._wanted.pop(context, None)
+
+    def _read_all(self) -> list[Context]:
+        found: list[Context] = []
+        try:
+            names = os.listdir(self._folder)
+        except FileNotFoundError:
+            return []
+        for name in names:
+            if not name.endswith(_SUFFIX) or name in self._written:
+                continue
+            try:
+                context = _decode(Path(self._folder, name).read_bytes())
+            except (msgspec.DecodeError, FileNotFoundError):
+                continue  # torn by a crash: the next store writes it again
+            if _file_name(context) == name:
+                found.append(context)
+                self._written.add(name)
+        return found
+
+    def _write(self, context: Context) -> None:
+        name = _file_name(context)
+        if name in self._written:
+            return
+        for folder in (os.path.dirname(self._folder), self._folder):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, _MODE)
+        temporary = f"{self._folder}/{new_temporary_name()}"
+        try:
+            file = os.open(temporary, _FILE_FLAGS, 0o600)
+            with open(file, "wb") as stream:
+                stream.write(msgspec.json.encode(context))
+            os.rename(temporary, f"{self._folder}/{name}")
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        self._written.add(name)
+
+
+def _file_name(context: Context) -> str:
+    return ContextNumber(context).short.hex() + _SUFFIX
