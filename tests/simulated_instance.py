@@ -17,6 +17,7 @@ from opal_connector.events.channel import (
     Contents,
     Description,
     DigestsNow,
+    GroupDescription,
     Heartbeat,
     InstanceDescription,
     Question,
@@ -47,8 +48,16 @@ class SimulatedInstance:
     restart it finds the objects of its persistent tier one by one.
     """
 
-    def __init__(self, instance_id: str = "a", *, replay_batches: int = 8, part_facts: int = 3):
+    def __init__(
+        self,
+        instance_id: str = "a",
+        *,
+        replay_batches: int = 8,
+        part_facts: int = 3,
+        group_count: int = 1,
+    ):
         self.instance_id = instance_id
+        self.group_count = group_count
         self.incarnation = 1
         self.revision = 0
         self.replay_batches = replay_batches
@@ -102,10 +111,11 @@ class SimulatedInstance:
             self.pending.append(Copy(fact, source, target))
 
     def clear_device(self) -> None:
-        """A reset of the engine's own cache: one event that names all its blocks."""
-        blocks = sorted(self._blocks(DEVICE_TIER))
-        if blocks:
-            self.pending.append(Delete(ObjectFact(0, b"", b"".join(blocks)), DEVICE_TIER))
+        """A reset of the engine's own cache: one event that names all blocks of a group."""
+        for group in range(self.group_count):
+            blocks = sorted(self._blocks(DEVICE_TIER, group))
+            if blocks:
+                self.pending.append(Delete(ObjectFact(group, b"", b"".join(blocks)), DEVICE_TIER))
         self.device = set()
 
     def restart(self, lost_on_disk: int = 0) -> None:
@@ -203,7 +213,12 @@ class SimulatedInstance:
     def blocks(self) -> dict[Key, set[bytes]]:
         """What is there, by group and tier."""
         tiers = (DEVICE_TIER, MEMORY, DISK)
-        return {(0, tier): held for tier in tiers if (held := self._blocks(tier))}
+        return {
+            (group, tier): held
+            for tier in tiers
+            for group in range(self.group_count)
+            if (held := self._blocks(tier, group))
+        }
 
     def description(self) -> InstanceDescription:
         return InstanceDescription(
@@ -212,6 +227,13 @@ class SimulatedInstance:
             model="m",
             block_tokens=BLOCK_TOKENS,
             tiers=(TierDescription(MEMORY), TierDescription(DISK, is_persistent=True)),
+            groups=(
+                GroupDescription(0, "full_attention"),
+                *(
+                    GroupDescription(group, "sliding_window", BLOCK_TOKENS, (group,), 40 * group)
+                    for group in range(1, self.group_count)
+                ),
+            ),
         )
 
     # ---- inside ----
@@ -225,13 +247,19 @@ class SimulatedInstance:
         else:
             self.disk.discard(obj)
 
-    def _blocks(self, tier: str) -> set[bytes]:
-        return {block for obj in self._held(tier) for block in obj[1:]}
+    def group_of(self, obj: Object) -> int:
+        """The group of an object, the same for those that share blocks."""
+        return obj[0][0] % self.group_count
+
+    def _blocks(self, tier: str, group: int) -> set[bytes]:
+        return {
+            block for obj in self._held(tier) if self.group_of(obj) == group for block in obj[1:]
+        }
 
     def _fact(self, obj: Object, tier: str) -> ObjectFact:
         others = self._held(tier) - {obj}
         shared = int(any(other[1] == obj[1] for other in others))
-        return ObjectFact(0, obj[0], b"".join(obj[1:]), shared)
+        return ObjectFact(self.group_of(obj), obj[0], b"".join(obj[1:]), shared)
 
     def _is_complete(self, key: Key) -> bool:
         return key[1] != DISK or self.is_disk_open
@@ -278,9 +306,9 @@ class SimulatedInstance:
         ]
 
     def _contents(self, question: AskContents) -> list[Reply]:
-        held = self._held(question.tier) if question.group == 0 else set()
+        held = {obj for obj in self._held(question.tier) if self.group_of(obj) == question.group}
         singles = {
-            block: ObjectFact(0, parent, block)
+            block: ObjectFact(question.group, parent, block)
             for obj in sorted(held)
             for parent, block in pairwise(obj)
             if not question.buckets or block[0] in question.buckets
@@ -296,7 +324,7 @@ class SimulatedInstance:
                 self.sequence,
                 tuple(run),
                 part == len(runs) - 1,
-                self._is_complete((0, question.tier)),
+                self._is_complete((question.group, question.tier)),
                 part,
             )
             for part, run in enumerate(runs)

@@ -66,7 +66,7 @@ class SimulatedDevice:
     def __init__(self, parameters: DeviceParameters, clock: VirtualClock) -> None:
         self._clock = clock
         self._bytes_per_second = parameters.bandwidth_GBps * 1e9
-        self._latency_seconds = parameters.latency_nsec * 1e-9
+        self.latency_seconds = parameters.latency_nsec * 1e-9
         self._free_slots = parameters.concurrency
         self._waiting: deque[_Batch] = deque()
         self._flows: list[tuple[float, int, int, _Batch]] = []
@@ -90,7 +90,7 @@ class SimulatedDevice:
             self._free_slots -= count
             if not batch.not_begun:
                 self._waiting.popleft()
-            self._clock.plan(self._latency_seconds, partial(self._transfer, count, batch))
+            self._clock.plan(self.latency_seconds, partial(self._transfer, count, batch))
 
     def _transfer(self, count: int, batch: _Batch) -> None:
         if not batch.size_bytes:

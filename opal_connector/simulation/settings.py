@@ -19,6 +19,9 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
         device_blocks: Blocks of the device's own prefix cache; 0 for none.
         prefill_tokens_per_second: Speed of each request's prefill; 0 for no time at all.
         decode_tokens_per_second: Speed of each request's decode; 0 for no time at all.
+        max_num_seqs: Requests that an instance serves at once, the others wait in line; 0 for any.
+        prefill_concurrency: Prompts that an instance computes at once, each at that speed, the
+            others wait in line; 0 for any number.
         is_sequential: Begin a request when nothing is left to do for those before it, whatever
             the timestamps say.
     """
@@ -30,6 +33,8 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
     device_blocks: int = 0
     prefill_tokens_per_second: float = 0.0
     decode_tokens_per_second: float = 0.0
+    max_num_seqs: int = 0
+    prefill_concurrency: int = 0
     is_sequential: bool = False
 
     def capacity_bytes(self, tier: str) -> int:

@@ -44,10 +44,14 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """Requests in order of arrival, of blocks of so many tokens."""
+    """Requests in order of arrival, of blocks of so many tokens.
+
+    `left_out` counts requests without a prompt, as recordings have them of calls that failed.
+    """
 
     block_tokens: int
     requests: list[TraceRequest]
+    left_out: int = 0
 
     @property
     def input_tokens(self) -> int:
@@ -86,7 +90,7 @@ def read_trace(
         TraceError: A line is not what it should be, or there is none.
         OSError: The file cannot be read.
     """
-    block_tokens, lines = read_trace_lines(path, tokens_per_id=tokens_per_id, limit=limit)
+    block_tokens, lines, left_out = read_trace_lines(path, tokens_per_id=tokens_per_id, limit=limit)
     known: dict[tuple[bytes, int], bytes] = {}
     requests = [
         TraceRequest(
@@ -98,25 +102,27 @@ def read_trace(
         for line in lines
     ]
     requests.sort(key=lambda request: request.arrival_seconds)
-    return Trace(block_tokens, requests)
+    return Trace(block_tokens, requests, left_out)
 
 
 def read_trace_lines(
     path: Path, *, tokens_per_id: int | None = None, limit: int | None = None
-) -> tuple[int, list[TraceLine]]:
+) -> tuple[int, list[TraceLine], int]:
     """Tokens that a hash id stands for, and the first `limit` requests as they are written.
+
+    Requests without a prompt are left out; their number comes last.
 
     Raises:
         TraceError: A line is not what it should be, or there is none.
         OSError: The file cannot be read.
     """
-    lines = _decode(content_lines(path), limit)
+    lines, left_out = _decode(content_lines(path), limit)
     if not lines:
         raise TraceError("there is no request in it")
     block_tokens = tokens_per_id or _tokens_per_id(lines)
     for number, line in lines:
         _check_cover(number, line, block_tokens)
-    return block_tokens, [line for _, line in lines]
+    return block_tokens, [line for _, line in lines], left_out
 
 
 def chain_hashes(ids: Iterable[int], known: dict[tuple[bytes, int], bytes]) -> list[bytes]:
@@ -152,9 +158,10 @@ def content_lines(path: Path) -> list[bytes]:
     return content.splitlines()
 
 
-def _decode(lines: Sequence[bytes], limit: int | None) -> list[tuple[int, TraceLine]]:
+def _decode(lines: Sequence[bytes], limit: int | None) -> tuple[list[tuple[int, TraceLine]], int]:
     decoder = msgspec.json.Decoder(TraceLine)
     decoded: list[tuple[int, TraceLine]] = []
+    left_out = 0
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
@@ -167,12 +174,15 @@ def _decode(lines: Sequence[bytes], limit: int | None) -> list[tuple[int, TraceL
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             reason = str(error).removeprefix("JSON is malformed: ")
             raise TraceError(f"line {number}: not a JSON object ({reason})") from None
-        if line.input_length < 1:
-            raise TraceError(f"line {number}, input_length: found {line.input_length}, at least 1")
+        if line.input_length < 0:
+            raise TraceError(f"line {number}, input_length: found {line.input_length}, below 0")
         if line.output_length < 0:
             raise TraceError(f"line {number}, output_length: found {line.output_length}, below 0")
+        if line.input_length == 0 and not line.hash_ids:
+            left_out += 1
+            continue
         decoded.append((number, line))
-    return decoded
+    return decoded, left_out
 
 
 def _place(message: str) -> str:

@@ -98,7 +98,11 @@ def test_requests_come_by_time_in_the_unit_of_the_trace(tmp_path: Path) -> None:
         ('{"input_length": 16, "hash_ids": [1]}', r"line 2, timestamp: missing"),
         (line(["a"], tokens=16), r"line 2, hash_ids\[0\]: expected `int`, got `str`"),  # type: ignore[list-item]
         (line([1], tokens="16"), r"line 2, input_length: expected `int`, got `str`"),  # type: ignore[arg-type]
-        (line([1], tokens=0), r"line 2, input_length: found 0, at least 1"),
+        (line([], tokens=-1), r"line 2, input_length: found -1, below 0"),
+        (
+            line([1], tokens=0),
+            r"line 2, hash_ids: 1 ids of 16 tokens do not make an input_length of 0",
+        ),
         (line([1], tokens=16, output_length=-1), r"line 2, output_length: found -1, below 0"),
         (
             line([1, 2, 3], tokens=16),
@@ -153,3 +157,13 @@ def test_generated_trace_depends_on_its_seed_only() -> None:
 
     assert generated_chats(7, 50, turn_chance=0.5, chats_kept=5) == one
     assert generated_chats(8, 50, turn_chance=0.5, chats_kept=5) != one
+
+
+def test_a_request_without_a_prompt_is_left_out(tmp_path: Path) -> None:
+    """Recordings have them where a call failed: nothing of them could be cached."""
+    path = write(tmp_path / "t", line([1], tokens=16), line([], tokens=0), line([1, 2], tokens=32))
+
+    trace = read_trace(path, tokens_per_id=16)
+
+    assert [request.input_tokens for request in trace.requests] == [16, 32]
+    assert trace.left_out == 1
