@@ -9,6 +9,7 @@ import msgspec
 import yaml
 
 from opal_connector.config.errors import ConfigError
+from opal_connector.config.shown import shown
 
 _STEP: Final = re.compile(r"([^.\[\]]+)|\[([0-9]+)\]")  # of a path such as instances[0].url
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
@@ -31,8 +32,8 @@ def read_mapping(path: str | Path, field: str = "config") -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(content)  # JSON is YAML
     except yaml.YAMLError as error:
-        place = str(error).replace("\n", " ")
-        raise ConfigError(f"{field}: {str(path)!r} is neither JSON nor YAML: {place}") from None
+        place = _place(error)  # without the text that stands there
+        raise ConfigError(f"{field}: {str(path)!r} is neither JSON nor YAML{place}") from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"{field}: {str(path)!r} holds no mapping of names to values")
     return loaded
@@ -59,7 +60,10 @@ def converted(given: Mapping[str, Any], kind: type[_Struct], *, top: str, inner:
 def _explain(
     message: str, given: Mapping[str, Any], kind: type[msgspec.Struct], top: str, inner: Inner
 ) -> str:
-    """Put msgspec's path first and add what was found there, or what may stand there."""
+    """Put msgspec's path first and add what was found there, or what may stand there.
+
+    What may be a secret is not repeated.
+    """
     text, _, path = message.partition(" - at ")
     where = path.strip("`").removeprefix("$").removeprefix(".")
     value, owner = _found(where, given, kind, inner)
@@ -71,7 +75,7 @@ def _explain(
     hint = get_type_hints(owner).get(where.rpartition(".")[2])
     if get_origin(hint) is Literal:
         text = f"allowed: {', '.join(get_args(hint))}"
-    return f"{where or top}: found {value!r}; {text[0].lower()}{text[1:]}"
+    return f"{where or top}: found {shown(value, where)}; {text[0].lower()}{text[1:]}"
 
 
 def _found(
@@ -91,3 +95,8 @@ def _found(
 def _struct_of(owner: type[msgspec.Struct], name: str) -> type[msgspec.Struct] | None:
     kind = owner.__annotations__.get(name)
     return kind if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else None
+
+
+def _place(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return f": line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""

@@ -12,16 +12,16 @@ from opal_connector.config.errors import ConfigError
 from opal_connector.config.schema import (
     TIER_NAMES,
     CurveConfig,
-    DistributedFSConfig,
     EventsConfig,
-    FileTierConfig,
-    LocalNVMeConfig,
     OpalConfig,
+    SharedTierConfig,
     TierConfig,
 )
-from opal_connector.config.sizes import parse_size_bytes
+from opal_connector.config.shown import shown
+from opal_connector.config.sizes import check_size
+from opal_connector.config.tier_checks import check_keyed_tier
 
-_FILE_FIELD = "opal_config"
+CONFIG_FILE_FIELD: Final = "opal_config"
 # Defaults of vLLM and of other connectors may share the dictionary; these are read by vLLM itself.
 _HOST_FIELDS = frozenset({"kv_connector_module_path"})
 _EVENTS = "events"
@@ -43,7 +43,7 @@ def load_config(extra: Mapping[str, Any] | None) -> OpalConfig:
         ConfigError: A value is unknown, of the wrong kind, out of range or contradictory.
     """
     given = {key: value for key, value in (extra or {}).items() if key not in _HOST_FIELDS}
-    file_name = given.pop(_FILE_FIELD, None)
+    file_name = given.pop(CONFIG_FILE_FIELD, None)
     merged = _merge(_read_file(file_name), given) if file_name is not None else given
     _check_names(_TOP, merged)
     config = converted(merged, OpalConfig, top=_TOP, inner=_INNER)
@@ -53,9 +53,9 @@ def load_config(extra: Mapping[str, Any] | None) -> OpalConfig:
 
 def _read_file(name: object) -> dict[str, Any]:
     if not isinstance(name, str):
-        raise ConfigError(f"opal_config: found {name!r}, allowed is the path of a file")
-    loaded = read_mapping(name, _FILE_FIELD)
-    if _FILE_FIELD in loaded:
+        raise ConfigError(f"opal_config: found {shown(name)}, allowed is the path of a file")
+    loaded = read_mapping(name, CONFIG_FILE_FIELD)
+    if CONFIG_FILE_FIELD in loaded:
         raise ConfigError(f"opal_config: {name!r} names another opal_config; one file is allowed")
     return loaded
 
@@ -81,10 +81,10 @@ def _check_tier_names(names: Sequence[str]) -> None:
     for index, name in enumerate(names):
         if name not in TIER_NAMES:
             raise ConfigError(
-                f"kvc_tiers[{index}]: found {name!r}, allowed: {', '.join(TIER_NAMES)}"
+                f"kvc_tiers[{index}]: found {shown(name)}, allowed: {', '.join(TIER_NAMES)}"
             )
     if len(set(names)) != len(names):
-        raise ConfigError(f"kvc_tiers: found {list(names)}, each tier is allowed once")
+        raise ConfigError(f"kvc_tiers: found {shown(list(names))}, each tier is allowed once")
 
 
 def _check(config: OpalConfig) -> None:
@@ -92,7 +92,7 @@ def _check(config: OpalConfig) -> None:
     is_auto = config.chunk_size == "auto"
     if not is_auto and (isinstance(config.chunk_size, str) or config.chunk_size < 1):
         raise ConfigError(
-            f"chunk_size: found {config.chunk_size!r}, allowed: a number of tokens or 'auto'"
+            f"chunk_size: found {shown(config.chunk_size)}, allowed: a number of tokens or 'auto'"
         )
     if config.max_kvc_ready_requests < 1:
         raise ConfigError(
@@ -109,15 +109,16 @@ def _check(config: OpalConfig) -> None:
         raise ConfigError("weights_id: found '', allowed: any other text, or leave it out")
     for name in TIER_NAMES:
         _check_tier(name, config.tier(name))
-        file_tier = config.file_tier(name)
-        if file_tier is not None:
-            _check_file_tier(name, file_tier, is_used=name in config.kvc_tiers)
+        keyed_tier = config.keyed_tier(name)
+        if keyed_tier is not None:
+            check_keyed_tier(name, keyed_tier, is_used=name in config.kvc_tiers)
+    _check_shared_tiers(config)
 
 
 def _check_events(config: OpalConfig) -> None:
     if config.instance_id is not None and not 0 < len(config.instance_id) <= 128:
         raise ConfigError(
-            f"instance_id: found {config.instance_id!r}, "
+            f"instance_id: found {shown(config.instance_id)}, "
             "allowed: a name of 1 to 128 characters, or leave it out"
         )
     events = config.events
@@ -137,7 +138,7 @@ def _check_events(config: OpalConfig) -> None:
         raise ConfigError(
             f"events.heartbeat_seconds: found {events.heartbeat_seconds}, allowed: 0.1 to 60"
         )
-    _check_size("events.replay_size", events.replay_size)
+    check_size("events.replay_size", events.replay_size)
     if events.curve is not None:
         _check_curve(events.curve)
 
@@ -166,7 +167,7 @@ def _check_quotas(quotas: Mapping[str, float]) -> None:
 
 def _check_tier(name: str, tier: TierConfig) -> None:
     if tier.capacity_GB is not None:
-        _check_size(f"{name}.capacity_GB", tier.capacity_GB)
+        check_size(f"{name}.capacity_GB", tier.capacity_GB)
     threshold = 1.0 if tier.eviction_threshold is None else tier.eviction_threshold
     if not 0 < threshold <= 1:
         raise ConfigError(
@@ -185,32 +186,9 @@ def _check_tier(name: str, tier: TierConfig) -> None:
         raise ConfigError(f"{name}.concurrency: found {tier.concurrency}, allowed: 1 to 64")
 
 
-def _check_file_tier(name: str, tier: FileTierConfig, *, is_used: bool) -> None:
-    if is_used and not tier.path:
-        raise ConfigError(f"{name}.path: found {tier.path!r}, allowed: the path of a directory")
-    if not 0.1 <= tier.timeout_seconds <= 600:
+def _check_shared_tiers(config: OpalConfig) -> None:
+    shared = [name for name in config.kvc_tiers if isinstance(config.tier(name), SharedTierConfig)]
+    if len(shared) > 1:
         raise ConfigError(
-            f"{name}.timeout_seconds: found {tier.timeout_seconds}, allowed: 0.1 to 600"
+            f"kvc_tiers: found {' and '.join(shared)}, allowed: one tier that instances share"
         )
-    if isinstance(tier, LocalNVMeConfig) and tier.reserve_GB != 0:
-        _check_size(f"{name}.reserve_GB", tier.reserve_GB)
-    if isinstance(tier, DistributedFSConfig):
-        if not 0 <= tier.lookup_timeout_seconds <= 5:
-            raise ConfigError(
-                f"{name}.lookup_timeout_seconds: found {tier.lookup_timeout_seconds}, "
-                "allowed: 0 to 5"
-            )
-        if not 0.1 <= tier.refresh_seconds <= 3600:
-            raise ConfigError(
-                f"{name}.refresh_seconds: found {tier.refresh_seconds}, allowed: 0.1 to 3600"
-            )
-
-
-def _check_size(field: str, value: float | str) -> None:
-    try:
-        parse_size_bytes(value)
-    except (ValueError, OverflowError):
-        raise ConfigError(
-            f"{field}: found {value!r}, "
-            "allowed: GiB as a positive number, or a size such as '512MiB'"
-        ) from None

@@ -28,8 +28,8 @@ class CPUMemoryConfig(TierConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """Host memory: one pool per worker. Default 25 % of free memory, at most 8 GiB."""
 
 
-class FileTierConfig(TierConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A tier of files.
+class KeyedTierConfig(TierConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A tier of objects that lie outside this process under their names.
 
     `write` says what comes here: with "through" a copy of everything that a faster tier takes,
     with "demote" what a faster tier is about to evict, with "off" only what no faster tier takes.
@@ -37,12 +37,17 @@ class FileTierConfig(TierConfig, frozen=True, forbid_unknown_fields=True, kw_onl
     is not worth a write. An operation that takes longer than `timeout_seconds` is given up.
     """
 
-    path: str | None = None
     write: Literal["through", "demote", "off"] = "through"
     admission: Literal["adaptive", "always"] = "adaptive"
     timeout_seconds: float = 10.0
-    fsync: bool = False
     concurrency: int = 4
+
+
+class FileTierConfig(KeyedTierConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A tier of files, under the directory `path`."""
+
+    path: str | None = None
+    fsync: bool = False
 
 
 class LocalNVMeConfig(FileTierConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -63,6 +68,58 @@ class DistributedFSConfig(FileTierConfig, frozen=True, forbid_unknown_fields=Tru
 
     lookup_timeout_seconds: float = 0.1
     refresh_seconds: float = 10.0
+
+
+class EngineTierConfig(KeyedTierConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A store for many instances that others run; it limits itself, so there is no capacity here.
+
+    A lookup waits `lookup_timeout_seconds` at most for news about what it does not know; every
+    `refresh_seconds` what others wrote and what the store evicted is looked for. Instances that
+    write the same address share one store in the eyes of the router; where they must write it
+    differently, `shared_name` says that it is the same.
+    """
+
+    lookup_timeout_seconds: float = 0.5
+    refresh_seconds: float = 30.0
+    shared_name: str | None = None
+
+
+class ObjectStoreConfig(EngineTierConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A bucket: `url` is s3://, gs:// or az:// with a prefix; `options` are those of obstore."""
+
+    url: str | None = None
+    options: dict[str, str] = {}
+
+
+class ValkeyConfig(EngineTierConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A Valkey or Redis server: `url` is redis://, rediss:// or unix://.
+
+    Keys begin with `prefix`. With `ttl_seconds` the server drops what was not used for so long.
+    """
+
+    url: str | None = None
+    prefix: str = "opal"
+
+
+class MooncakeConfig(EngineTierConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A Mooncake Store: its master (HOST:PORT) and its metadata server (an URL).
+
+    Every worker gives `segment_GB` of its memory to the store. With `admin` (HOST:PORT) its master
+    is asked there what the store holds.
+    """
+
+    master: str | None = None
+    metadata: str | None = None
+    admin: str | None = None
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    device: str = ""
+    local_host: str = ""
+    segment_GB: float | str = 0  # noqa: N815 - beside capacity_GB
+    replicas: int = 1
+    prefix: str = "opal"
+
+
+SharedTierConfig = DistributedFSConfig | EngineTierConfig
 
 
 class CurveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -91,7 +148,14 @@ class EventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     curve: CurveConfig | None = None
 
 
-TIER_NAMES: tuple[str, ...] = ("CPUMemory", "LocalNVMe", "DistributedFS")
+TIER_NAMES: tuple[str, ...] = (
+    "CPUMemory",
+    "LocalNVMe",
+    "DistributedFS",
+    "ObjectStore",
+    "Mooncake",
+    "Valkey",
+)
 
 
 class OpalConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -109,17 +173,26 @@ class OpalConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     CPUMemory: CPUMemoryConfig = CPUMemoryConfig()
     LocalNVMe: LocalNVMeConfig = LocalNVMeConfig()
     DistributedFS: DistributedFSConfig = DistributedFSConfig()
+    ObjectStore: ObjectStoreConfig = ObjectStoreConfig()
+    Mooncake: MooncakeConfig = MooncakeConfig()
+    Valkey: ValkeyConfig = ValkeyConfig()
 
     def tier(self, name: str) -> TierConfig:
         """The settings of a configured tier."""
-        tiers: dict[str, TierConfig] = {
-            "CPUMemory": self.CPUMemory,
-            "LocalNVMe": self.LocalNVMe,
-            "DistributedFS": self.DistributedFS,
-        }
-        return tiers[name]
+        if name not in TIER_NAMES:
+            raise KeyError(name)
+        settings: TierConfig = getattr(self, name)
+        return settings
 
-    def file_tier(self, name: str) -> FileTierConfig | None:
-        """The settings of a tier of files; None for another one."""
+    def keyed_tier(self, name: str) -> KeyedTierConfig | None:
+        """The settings of a tier of objects outside this process; None for memory."""
         tier = self.tier(name)
-        return tier if isinstance(tier, FileTierConfig) else None
+        return tier if isinstance(tier, KeyedTierConfig) else None
+
+    def shared_tier(self) -> tuple[str, SharedTierConfig] | None:
+        """The tier that instances share, if one is used: its name and its settings."""
+        for name in self.kvc_tiers:
+            tier = self.tier(name)
+            if isinstance(tier, SharedTierConfig):
+                return name, tier
+        return None

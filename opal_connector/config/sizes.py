@@ -3,6 +3,9 @@
 import re
 from collections.abc import Callable
 
+from opal_connector.config.errors import ConfigError
+from opal_connector.config.shown import shown
+
 _UNITS = {
     "": 1,
     "b": 1,
@@ -38,6 +41,21 @@ def parse_size_bytes(value: float | str) -> int:
     if size_bytes <= 0:
         raise ValueError(f"{value!r} is not a positive size")
     return size_bytes
+
+
+def check_size(field: str, value: float | str) -> None:
+    """Refuse what is no size.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        parse_size_bytes(value)
+    except (ValueError, OverflowError):
+        raise ConfigError(
+            f"{field}: found {shown(value)}, "
+            "allowed: GiB as a positive number, or a size such as '512MiB'"
+        ) from None
 
 
 def chunk_blocks_for(

@@ -36,7 +36,10 @@ class PagedBlocks(Protocol):
     def scatter(
         self, block_ids: Sequence[int], rows: Rows, tier_rows: Sequence[int], after: object
     ) -> None:
-        """Copy `rows[tier_rows[i]]` to block `block_ids[i]`, not before the mark `after`."""
+        """Copy `rows[tier_rows[i]]` to block `block_ids[i]`, not before the mark `after`.
+
+        The rows may be read-only, with bytes between them that belong to none.
+        """
 
 
 class TierStore(ABC):

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from opal_connector.tiers.base import PagedBlocks, Rows, TierStore
 from opal_connector.tiers.checks import EMPTY, row_check, verify_row
+from opal_connector.tiers.shared_memory import host_memory
 from opal_connector.transfers import ObjectTransfer
 
 
@@ -35,12 +36,12 @@ class OpalMemoryObj(msgspec.Struct, frozen=True, eq=False):
 
 
 def allocate_host_rows(*, row_count: int, row_bytes: int) -> Rows:
-    """Zeroed rows in anonymous memory, in huge pages where the kernel has them.
+    """Zeroed rows that another process can map, in huge pages where the kernel has them.
 
     Pages are taken from the system when a row is first written.
     """
     size_bytes = max(1, row_count * row_bytes)
-    buffer = mmap.mmap(-1, size_bytes)
+    buffer = host_memory(size_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # A kernel without huge pages only makes the first writes slower.
         with contextlib.suppress(OSError):
@@ -58,9 +59,10 @@ class CPUMemory(TierStore):
 
     name = "CPUMemory"
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, checks: NDArray[np.uint64] | None = None) -> None:
+        """Take rows, and where their check values are to be if others read them too."""
         self.rows = rows
-        self._checks = np.zeros(rows.shape[0], dtype=np.uint64)
+        self._checks = np.zeros(rows.shape[0], dtype=np.uint64) if checks is None else checks
 
     @override
     def write(self, item: ObjectTransfer, paged: PagedBlocks, after: object) -> int:

@@ -143,18 +143,19 @@ def verify_file(slot: Slot, path: str) -> int:
 
 def _verify_rows(path: str, header: RecordHeader) -> int:
     row_bytes, stride = header.row_bytes, row_stride(header.row_bytes)
-    offset = header_bytes(header.block_count)
-    batch_rows = max(1, min(header.block_count, _MAX_BATCH_BYTES // stride))
+    stamps = header.name.stamps
+    offset = header_bytes(header.name.block_count, header.name.members)
+    batch_rows = max(1, min(header.row_count, _MAX_BATCH_BYTES // stride))
     rows = np.empty((batch_rows, stride), dtype=np.uint8)
     file = file_io.open_for_reading(path)
     try:
-        for first in range(0, header.block_count, batch_rows):
-            count = min(batch_rows, header.block_count - first)
+        for first in range(0, header.row_count, batch_rows):
+            count = min(batch_rows, header.row_count - first)
             file_io.read_fully(file, [rows[:count].data], offset)
             offset += count * stride
             for row, position in zip(rows, range(first, first + count), strict=False):
                 expected = header.checks[position]
-                verify_row(row[:row_bytes], header.name.run, position, expected, "a row is damaged")
+                verify_row(row[:row_bytes], stamps, position, expected, "a row is damaged")
                 if row[row_bytes:].any():
                     raise ChecksumMismatchError("there are bytes between the rows of a file")
     except EOFError as error:

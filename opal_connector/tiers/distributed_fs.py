@@ -106,7 +106,7 @@ class DistributedFS(FileTier):
 
     @override
     def _count_foreign_bytes(self) -> int:
-        others = files_under(str(self.root), skip=self._directory)
+        others = files_under(str(self.root), skip={self._directory})
         return used_bytes(others) + used_bytes(self._strangers)
 
     def _due(self, keys: Sequence[bytes]) -> list[bytes]:

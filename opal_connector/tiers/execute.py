@@ -11,7 +11,7 @@ from opal_connector.tiers.file_moves import (
     load_object,
     store_object,
 )
-from opal_connector.tiers.file_tier import FileTier, always
+from opal_connector.tiers.keyed_tier import KeyedTier, always
 from opal_connector.tiers.parts import PartOutcome, attempt
 from opal_connector.transfers import (
     CopyJob,
@@ -133,7 +133,7 @@ def drop_files(job: DropJob, positions: Sequence[int], tiers: Sequence[Tier]) ->
     """Delete files; a wipe stands for all of its positions. Blocks."""
     outcome = PartOutcome()
     tier = tiers[job.tier]
-    assert isinstance(tier, FileTier)
+    assert isinstance(tier, KeyedTier)
     if job.is_wipe:
         error = attempt(outcome, 0, job.tier, "empty", lambda: _nothing_moved(tier.wipe))
         if error is not None:

@@ -1,7 +1,8 @@
 """Moves one object between the files of a tier and the device or the rows of a memory tier.
 
 Bytes from a file go into rows of memory first, are checked there, and only then reach the device:
-into rows of the memory tier if they are to stay there, else into rows of the calling thread's own.
+into rows of the memory tier if they are to stay there, else into rows of the calling thread's own,
+unless the tier lends the memory that they came in.
 """
 
 import threading
@@ -11,10 +12,10 @@ from opal_connector.tiers.base import PagedBlocks, Rows, TierStore
 from opal_connector.tiers.checks import row_check
 from opal_connector.tiers.cpu_memory import CPUMemory, allocate_host_rows
 from opal_connector.tiers.file_errors import AbandonedError, ObjectGoneError, SourceError
-from opal_connector.tiers.file_tier import FileTier, always
+from opal_connector.tiers.keyed_tier import KeyedTier, always
 from opal_connector.transfers import ObjectCopy, ObjectTransfer
 
-Tier = TierStore | FileTier
+Tier = TierStore | KeyedTier
 
 
 class Staging:
@@ -55,7 +56,7 @@ def load_object(
         OSError: The medium failed, or has no such file.
     """
     store = tiers[item.tier]
-    assert isinstance(store, FileTier)
+    assert isinstance(store, KeyedTier)
     assert item.name is not None
     if item.kept_rows:
         memory = tiers[item.kept_tier]
@@ -68,9 +69,13 @@ def load_object(
         filled: Sequence[int] = [item.kept_rows[position] for position in item.tier_rows]
         read_rows = len(item.kept_rows)
     else:
-        rows = staging.rows(len(item.tier_rows), paged.row_bytes)
-        filled = range(len(item.tier_rows))
-        store.read_object(item.name, item.tier_rows, rows, filled)
+        lent = store.lend_rows(item.name, item.tier_rows)
+        if lent is not None:
+            rows, filled = lent, item.tier_rows
+        else:
+            rows = staging.rows(len(item.tier_rows), paged.row_bytes)
+            filled = range(len(item.tier_rows))
+            store.read_object(item.name, item.tier_rows, rows, filled)
         read_rows = len(item.tier_rows)
     if not may_deliver():
         raise AbandonedError("the load was given up")
@@ -96,7 +101,7 @@ def store_object(
         OSError: The medium failed. Nothing of the object is readable then.
     """
     store = tiers[item.tier]
-    assert isinstance(store, FileTier)
+    assert isinstance(store, KeyedTier)
     assert item.name is not None
     count = len(item.block_ids)
     rows = staging.rows(count, paged.row_bytes)
@@ -124,8 +129,8 @@ def copy_object(
         OSError: The target failed, or the source is not there.
     """
     source, target = tiers[item.source_tier], tiers[item.target_tier]
-    assert isinstance(target, FileTier)
-    if isinstance(source, FileTier):
+    assert isinstance(target, KeyedTier)
+    if isinstance(source, KeyedTier):
         row_numbers: Sequence[int] = range(len(item.target_rows))
         rows = staging.rows(len(row_numbers), target.row_bytes)
         try:
@@ -137,6 +142,6 @@ def copy_object(
     else:
         assert isinstance(source, CPUMemory)
         rows, row_numbers = source.rows, item.source_rows
-        checks = source.verified_checks(item.source_rows, item.name.run)
+        checks = source.verified_checks(item.source_rows, item.name.stamps)
     target.write_object(item.name, rows, row_numbers, checks, may_publish=may_publish)
     return len(item.target_rows) * target.row_bytes

@@ -28,6 +28,7 @@ NAMESPACE_DIGITS: Final = 16
 LEFTOVER_SECONDS: Final = 3600.0
 _HASH_DIGITS: Final = 2 * HASH_BYTES
 _MAX_GROUP: Final = 0xFFFF
+_SLOT = re.compile(r"r(\d+)(?:-(\d+))?")
 _TEMPORARY = re.compile(r"\.tmp-(\d+)-(\d+)-(\d+)-([0-9a-f]{16})")
 _START_TIME_FIELD = 19  # in /proc/PID/stat, behind the name
 _counter = itertools.count()
@@ -46,6 +47,16 @@ def namespace_name(namespace: bytes) -> str:
 def slot_name(rank: int, slot: int) -> str:
     """The directory of a rank in its namespace; slots tell processes with equal ranks apart."""
     return f"r{rank}-{slot}" if slot else f"r{rank}"
+
+
+def parse_slot(directory_name: str) -> tuple[int, int] | None:
+    """The rank and slot whose directory has this name; None if it is no name of one."""
+    match = _SLOT.fullmatch(directory_name)
+    if match is None:
+        return None
+    rank, slot = int(match[1]), int(match[2] or 0)
+    # Only the one spelling that `slot_name` writes: nobody takes any other directory.
+    return (rank, slot) if slot_name(rank, slot) == directory_name else None
 
 
 def object_path(directory: str, key: bytes) -> str:

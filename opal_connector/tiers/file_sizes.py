@@ -1,7 +1,7 @@
 """How much lies where, in bytes that the filesystem really uses."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from opal_connector.tiers import file_io
 from opal_connector.tiers.file_names import new_temporary_name
@@ -20,13 +20,13 @@ def used_bytes(paths: Iterable[str]) -> int:
     return total
 
 
-def files_under(root: str, *, skip: str = "") -> Iterator[str]:
-    """Paths of all files in a tree, but not those under the directory `skip`. Blocks.
+def files_under(root: str, *, skip: Collection[str] = ()) -> Iterator[str]:
+    """Paths of all files in a tree, but not those under the directories `skip`. Blocks.
 
     A directory that vanishes, or that may not be read, has no files.
     """
     for directory, folders, names in os.walk(root):
-        folders[:] = [folder for folder in folders if f"{directory}/{folder}" != skip]
+        folders[:] = [folder for folder in folders if f"{directory}/{folder}" not in skip]
         for name in names:
             yield f"{directory}/{name}"
 

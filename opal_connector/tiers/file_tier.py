@@ -5,12 +5,11 @@ import errno
 import os
 import shutil
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
 
-from typing_extensions import Buffer
+from typing_extensions import Buffer, override
 
 from opal_connector.tiers import file_io
 from opal_connector.tiers.base import ChecksumMismatchError, Rows
@@ -28,6 +27,7 @@ from opal_connector.tiers.file_names import (
     object_path,
 )
 from opal_connector.tiers.header_scan import list_directory, read_header
+from opal_connector.tiers.keyed_tier import KeyedTier, always
 from opal_connector.tiers.object_file import (
     header_size,
     read_record,
@@ -43,19 +43,11 @@ from opal_connector.tiers.record import (
 )
 from opal_connector.transfers import ObjectName
 
-__all__ = ["FileTier", "always", "file_bytes"]
+__all__ = ["FileTier", "file_bytes"]
 
 
-def always() -> bool:
-    """Nobody gives this write up."""
-    return True
-
-
-class FileTier(ABC):
+class FileTier(KeyedTier):
     """Objects of one rank and one namespace as files under a directory.
-
-    All calls block and run in I/O threads, several at a time on different objects. `open` comes
-    first: until it has given its first page, no other call is made.
 
     Mutable state: the namespace, the directory and whether it takes direct I/O, set once by `open`
     before anything else runs; `_foreign_bytes`, set once at its end; `_trash`, of the one call of
@@ -63,14 +55,10 @@ class FileTier(ABC):
     nobody else has, and never changed after.
     """
 
-    name: ClassVar[str]
-
     def __init__(self, root: Path, *, row_bytes: int, rank: int, fsync: bool = False) -> None:
+        super().__init__(row_bytes=row_bytes, rank=rank)
         self.root = root
-        self.row_bytes = row_bytes
-        self.rank = rank
         self._fsync = fsync
-        self._namespace = b""
         self._directory = ""
         self._takes_direct = False
         self._foreign_bytes = 0
@@ -83,10 +71,12 @@ class FileTier(ABC):
         return Path(self._directory)
 
     @property
+    @override
     def foreign_bytes(self) -> int:
-        """Bytes under the root besides this rank's own objects, as `open` found them at its end."""
+        """Bytes of this rank's room that its objects cannot have, as `open` found them."""
         return self._foreign_bytes
 
+    @override
     def open(self, namespace: bytes) -> Iterator[tuple[ObjectName, ...]]:
         """Prepare the directory and give its objects, the least recently used first. Blocks.
 
@@ -102,6 +92,18 @@ class FileTier(ABC):
         yield from self._inventory()
         self._foreign_bytes = self._count_foreign_bytes()
 
+    @override
+    def attach(self, namespace: bytes) -> None:
+        """Read the directory that another process of this rank has taken. Blocks.
+
+        Raises:
+            OSError: It cannot be used, or none was taken.
+        """
+        self._namespace = namespace
+        self._directory = self._taken_directory(namespace)
+        self._takes_direct = file_io.supports_direct(self._directory)
+
+    @override
     def write_object(
         self,
         name: ObjectName,
@@ -111,7 +113,7 @@ class FileTier(ABC):
         *,
         may_publish: Callable[[], bool] = always,
     ) -> int:
-        """Write an object of which `rows[tier_rows[i]]` is block i; returns the file's bytes.
+        """Write an object of which `rows[tier_rows[i]]` is row i; returns the file's bytes.
 
         `checks` are the rows' check values, as `read_object` is to find them. `may_publish` is
         asked when all is written and nothing is visible yet. Blocks. After any error nothing of
@@ -144,12 +146,13 @@ class FileTier(ABC):
         except OSError as error:
             raise as_no_space(error) from error
         self._published(name)
-        return file_bytes(len(tier_rows), self.row_bytes)
+        return file_bytes(name.block_count, self.row_bytes, name.members)
 
+    @override
     def read_object(
         self, name: ObjectName, positions: Sequence[int], into: Rows, into_rows: Sequence[int]
     ) -> list[int]:
-        """Read block `positions[k]` into `into[into_rows[k]]`; returns their check values. Blocks.
+        """Read row `positions[k]` into `into[into_rows[k]]`; returns their check values. Blocks.
 
         After an error the rows hold anything.
 
@@ -178,11 +181,13 @@ class FileTier(ABC):
             name=name,
         )
         checks = [known[position] for position in positions]
+        stamps = name.stamps
         for position, row, check in zip(positions, into_rows, checks, strict=True):
-            if row_check(into[row], name.run, position) != check:
-                raise ChecksumMismatchError(f"block {position} of {path} is damaged")
+            if row_check(into[row], stamps, position) != check:
+                raise ChecksumMismatchError(f"row {position} of {path} is damaged")
         return checks
 
+    @override
     def remove_object(self, name: ObjectName) -> None:
         """Remove an object's file, if it is there. Blocks.
 
@@ -209,6 +214,7 @@ class FileTier(ABC):
         os.unlink(claimed)
         self._removed(key)
 
+    @override
     def wipe(self) -> None:
         """Remove every object of this rank and namespace. Blocks.
 
@@ -233,13 +239,7 @@ class FileTier(ABC):
                     raise  # somebody took a part of it away, and the rest is still there
             self._trash.remove(trash)
 
-    @abstractmethod
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Objects were used, the most recent last: an order that outlives this process.
-
-        A key is the chunk hash and the kv group as two bytes, little-endian.
-        """
-
+    @override
     def probe(self) -> None:
         """Write, read and remove a small file. Blocks.
 
@@ -266,17 +266,15 @@ class FileTier(ABC):
         if sent[:] != received[:]:
             raise OSError(errno.EIO, "the medium gives back other bytes", temporary)
 
-    def flush(self) -> None:  # noqa: B027 - not every tier has anything to do here
-        """Write what is remembered in memory. Blocks."""
-
-    def close(self) -> None:  # noqa: B027 - not every tier has anything to do here
-        """Give up the directory. Blocks. No call follows; calls that hang may still end."""
-
     # What subclasses fill in.
 
     @abstractmethod
     def _take_directory(self, namespace: bytes) -> str:
         """The directory of this rank, made if need be."""
+
+    def _taken_directory(self, namespace: bytes) -> str:
+        """The directory of this rank that another process has taken: the same, where all may."""
+        return self._take_directory(namespace)
 
     @abstractmethod
     def _inventory(self) -> Iterator[tuple[ObjectName, ...]]:
@@ -284,12 +282,12 @@ class FileTier(ABC):
 
     @abstractmethod
     def _count_foreign_bytes(self) -> int:
-        """Bytes under the root besides the objects of the inventory."""
+        """Bytes of this rank's room that the objects of the inventory cannot have."""
 
-    def _published(self, name: ObjectName) -> None:  # noqa: B027 - only an index wants to know
+    def _published(self, name: ObjectName) -> None:
         """An object's file is there."""
 
-    def _removed(self, key: bytes) -> None:  # noqa: B027 - only an index wants to know
+    def _removed(self, key: bytes) -> None:
         """An object's file is not there."""
 
     # The rest.

@@ -87,7 +87,7 @@ def read_header(path: str) -> ScannedFile:
         if size > len(data):
             data += os.pread(file, size - len(data), len(data))
         header = parse_header(data)
-        expected = file_bytes(header.block_count, header.row_bytes)
+        expected = file_bytes(header.name.block_count, header.row_bytes, header.name.members)
         if status.st_size != expected:
             raise ChecksumMismatchError(f"a file has {status.st_size} bytes, not {expected}")
     except ChecksumMismatchError as error:

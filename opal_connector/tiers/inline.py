@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from opal_connector.tiers.base import PagedBlocks
 from opal_connector.tiers.execute import Job, fold
 from opal_connector.tiers.file_moves import Tier
-from opal_connector.tiers.file_tier import FileTier
+from opal_connector.tiers.keyed_tier import KeyedTier
 from opal_connector.tiers.part_maker import PartMaker
 from opal_connector.tiers.parts import Part
 from opal_connector.transfers import FailureKind, InventoryPage, JobResult, LoadJob
@@ -43,7 +43,7 @@ class InlineMover:
             OSError: A directory cannot be used.
         """
         for place, tier in enumerate(self._tiers):
-            if isinstance(tier, FileTier):
+            if isinstance(tier, KeyedTier):
                 for names in tier.open(namespace):
                     yield InventoryPage(place, self._rank, names)
                 yield InventoryPage(
@@ -70,5 +70,5 @@ class InlineMover:
         """Write down uses that must survive a restart."""
         for place, keys in touches.items():
             tier = self._tiers[place]
-            if isinstance(tier, FileTier):
+            if isinstance(tier, KeyedTier):
                 tier.touch(keys)

@@ -155,6 +155,13 @@ class Lane:
             self._wake.notify_all()
             return list(self._threads)
 
+    def abandon(self) -> None:
+        """What has not come back after `close` touches nothing any more that others see."""
+        with self._wake:
+            for part in self._running:
+                if part.state is PartState.RUNNING:
+                    part.state = PartState.GIVEN_UP
+
     # ---- inside ----
 
     def _start_thread(self) -> None:

@@ -5,12 +5,18 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Protocol
 
 from typing_extensions import override
 
 from opal_connector.tiers.base import ChecksumMismatchError
-from opal_connector.tiers.file_names import namespace_name, object_key, object_path, slot_name
+from opal_connector.tiers.file_names import (
+    namespace_name,
+    object_key,
+    object_path,
+    parse_slot,
+    slot_name,
+)
 from opal_connector.tiers.file_sizes import files_under, used_bytes
 from opal_connector.tiers.file_tier import FileTier
 from opal_connector.tiers.header_scan import batches, list_directory, scan_headers
@@ -25,12 +31,19 @@ logger = logging.getLogger(__name__)
 _MAX_SLOTS: Final = 1024
 
 
+class SlotNote(Protocol):
+    """Where a process writes which slot it has, for others to read; -1 while it has none."""
+
+    slot: int
+
+
 class LocalNVMe(FileTier):
     """Files on a disk of this host.
 
     When another living process has the directory of this rank, the next free slot beside it is
-    taken; a restart finds the first free one again. Mutable state besides that of `FileTier`: the
-    lock's descriptor and the journal, set once by `open`; the journal has a lock of its own.
+    taken; a restart finds the first free one again. The ranks of one engine share the disk and
+    have equal slots. Mutable state besides that of `FileTier`: the slot, its lock's descriptor and
+    the journal, set once by `open`; the journal has a lock of its own.
     """
 
     name: ClassVar[str] = "LocalNVMe"
@@ -43,9 +56,18 @@ class LocalNVMe(FileTier):
         rank: int,
         fsync: bool = False,
         limit_bytes: int | None = None,
+        local_ranks: int = 1,
+        slot_note: SlotNote | None = None,
     ) -> None:
+        """Make a tier of one of `local_ranks`, which have `limit_bytes` together.
+
+        `slot_note` is where its slot is noted for processes that only read.
+        """
         super().__init__(root, row_bytes=row_bytes, rank=rank, fsync=fsync)
+        self._slot_note = slot_note
         self._limit_bytes = limit_bytes
+        self._local_ranks = local_ranks
+        self._slot = 0
         self._lock_file = -1
         self._journal: Journal | None = None
         self._strangers: list[str] = []
@@ -83,8 +105,18 @@ class LocalNVMe(FileTier):
             lock_file = try_lock(directory)
             if lock_file is not None:
                 self._lock_file = lock_file
+                self._slot = slot
+                if self._slot_note is not None:
+                    self._slot_note.slot = slot
                 return directory
         raise OSError(f"{_MAX_SLOTS} processes use rank {self.rank} under {self.root}")
+
+    @override
+    def _taken_directory(self, namespace: bytes) -> str:
+        slot = self._slot_note.slot if self._slot_note is not None else -1
+        if slot < 0:
+            raise OSError(f"no process has taken rank {self.rank} under {self.root}")
+        return f"{self._namespace_directory(namespace)}/{slot_name(self.rank, slot)}"
 
     @override
     def _inventory(self) -> Iterator[tuple[ObjectName, ...]]:
@@ -133,10 +165,23 @@ class LocalNVMe(FileTier):
 
     @override
     def _count_foreign_bytes(self) -> int:
+        """What is in this rank's directory, and its share of what others have on the disk."""
         own = [entry.path for entry in os.scandir(self._directory) if entry.is_file()]
-        others = files_under(str(self.root), skip=self._directory)
-        foreign_bytes = used_bytes(others) + used_bytes({*own, *self._strangers})
-        return foreign_bytes - self._take_from_others(foreign_bytes)
+        own_bytes = used_bytes({*own, *self._strangers})
+        others_bytes = used_bytes(files_under(str(self.root), skip=self._engine_directories()))
+        left_bytes = others_bytes - self._take_from_others(others_bytes + own_bytes)
+        return own_bytes + max(0, left_bytes) // self._local_ranks
+
+    def _engine_directories(self) -> set[str]:
+        """Where this rank and the other ones of the same engine, which have its slot, store."""
+        namespace_directory = self._namespace_directory(self._namespace)
+        names = (entry.name for entry in os.scandir(namespace_directory))
+        parsed = ((name, parse_slot(name)) for name in names)
+        return {
+            f"{namespace_directory}/{name}"
+            for name, numbers in parsed
+            if numbers is not None and numbers[1] == self._slot
+        }
 
     def _take_from_others(self, foreign_bytes: int) -> int:
         """Bytes freed of what other models left behind, if they have more than half of the limit.

@@ -2,12 +2,12 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from opal_connector.tiers.base import PagedBlocks
 from opal_connector.tiers.execute import Job, fold
 from opal_connector.tiers.file_moves import Tier
-from opal_connector.tiers.file_tier import FileTier
+from opal_connector.tiers.keyed_tier import KeyedTier
 from opal_connector.tiers.lane import Lane
 from opal_connector.tiers.part_maker import PartMaker
 from opal_connector.tiers.parts import Part, PartOutcome, report
@@ -38,6 +38,7 @@ class Mover:
 
     Mutable state: per job the outcomes and the parts that are not answered, per load the copies
     that are not settled, and the results; guarded by `_lock`. Nothing is moved under it.
+    `on_result` is called under it when there is something to take, and must not wait.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class Mover:
         rank: int,
         lanes: Sequence[LaneSettings],
         cpus: frozenset[int] | None = None,
+        on_result: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_result = on_result
         self._tiers = tuple(tiers)
         self._paged = paged
         self._rank = rank
@@ -85,7 +88,7 @@ class Mover:
                 self._kept[job.kept_job_id] = {}
                 self._kept_left[job.kept_job_id] = len(work)
             if not work:
-                self._results.append((job, fold(job.job_id, self._rank, [])))
+                self._add_result(job, fold(job.job_id, self._rank, []))
                 return
             self._jobs[job.job_id] = job
             self._parts_left[job.job_id] = len(work)
@@ -96,7 +99,7 @@ class Mover:
     def refuse(self, job: Job | None, result: JobResult) -> None:
         """Report a job that could not be submitted."""
         with self._lock:
-            self._results.append((job, result))
+            self._add_result(job, result)
 
     def take_results(self) -> list[tuple[Job | None, JobResult]]:
         """Jobs that ended since the last call, with their results; None for a load's copies."""
@@ -120,7 +123,7 @@ class Mover:
         """Have uses written down that must survive a restart. Does not block."""
         for place, keys in touches.items():
             tier = self._tiers[place]
-            if isinstance(tier, FileTier) and self._watch.is_open(place):
+            if isinstance(tier, KeyedTier) and self._watch.is_open(place):
                 self._lanes[place].submit([_errand(tier, keys)])
 
     @property
@@ -144,6 +147,8 @@ class Mover:
         threads = [thread for lane in self._lanes for thread in lane.close()]
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        for lane in self._lanes:
+            lane.abandon()
         closers = self._watch.close()
         for thread in closers:
             thread.join(max(0.1, deadline - time.monotonic()))
@@ -165,7 +170,7 @@ class Mover:
             del self._outcomes[part.job_id]
             in_order = len(job.objects) if isinstance(job, LoadJob) else None
             result = fold(part.job_id, self._rank, outcomes, in_order=in_order)
-            self._results.append((job, result))
+            self._add_result(job, result)
             self._lock.notify_all()
 
     def _returned(self, part: Part, outcome: PartOutcome) -> None:
@@ -181,10 +186,14 @@ class Mover:
             if self._kept_left[part.kept_job_id]:
                 return
             del self._kept_left[part.kept_job_id], self._kept[part.kept_job_id]
-            self._results.append((None, JobResult(part.kept_job_id, self._rank, failed)))
+            self._add_result(None, JobResult(part.kept_job_id, self._rank, failed))
+
+    def _add_result(self, job: Job | None, result: JobResult) -> None:
+        self._results.append((job, result))
+        self._on_result()
 
 
-def _errand(tier: FileTier, keys: tuple[bytes, ...]) -> Part:
+def _errand(tier: KeyedTier, keys: tuple[bytes, ...]) -> Part:
     """Uses to be written down: a part of no job, that nobody waits for."""
 
     def run(_: Part) -> PartOutcome:

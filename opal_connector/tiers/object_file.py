@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from typing_extensions import Buffer
 
-from opal_connector.keys import HASH_BYTES
 from opal_connector.tiers import file_io
 from opal_connector.tiers.base import ChecksumMismatchError, Rows
 from opal_connector.tiers.record import file_bytes, header_bytes, row_stride
@@ -43,7 +42,7 @@ def read_record(
     gap = stride - row_bytes
     padding = bytearray(gap * len(positions))
     paddings = _split(memoryview(padding), gap) if gap else []
-    last = len(name.run) // HASH_BYTES - 1
+    last = name.row_count - 1
     is_header_read = is_end_found = False
     try:
         for start, stop in file_io.adjacent_runs(positions):
@@ -69,14 +68,14 @@ def read_record(
 
 def _expect_size(file: int, name: ObjectName, row_bytes: int) -> None:
     status = os.fstat(file)
-    expected = file_bytes(len(name.run) // HASH_BYTES, row_bytes)
+    expected = file_bytes(name.block_count, row_bytes, name.members)
     if not stat.S_ISREG(status.st_mode) or status.st_size != expected:
         raise ChecksumMismatchError(f"a file has {status.st_size} bytes, not {expected}")
 
 
 def header_size(name: ObjectName) -> int:
     """Bytes of the header of this object's file."""
-    return header_bytes(len(name.run) // HASH_BYTES)
+    return header_bytes(name.block_count, name.members)
 
 
 def _split(view: memoryview, size: int) -> list[memoryview]:

@@ -13,7 +13,7 @@ from opal_connector.tiers.execute import (
     store_file,
 )
 from opal_connector.tiers.file_moves import Staging, Tier
-from opal_connector.tiers.file_tier import FileTier
+from opal_connector.tiers.keyed_tier import KeyedTier
 from opal_connector.tiers.parts import Part, PartOutcome
 from opal_connector.transfers import (
     CopyJob,
@@ -83,7 +83,7 @@ class PartMaker:
         work: list[tuple[int, Part]] = []
         for first, stop in _runs_of_one_tier(job.objects):
             place = job.objects[first].tier
-            if place < len(self._tiers) and isinstance(self._tiers[place], FileTier):
+            if place < len(self._tiers) and isinstance(self._tiers[place], KeyedTier):
                 work += [
                     (place, self._file_part(job, position, after))
                     for position in range(first, stop)

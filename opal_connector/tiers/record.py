@@ -3,6 +3,8 @@
     magic, version, kv group, rank, sizes, token digest, namespace, parent hash,
     the hash of every block (the run), the check value of every row, zeros, header checksum
 
+An object of several kv groups has as many rows for every block; the size of the payload tells.
+
 The header fills a multiple of 4096 bytes, its checksum being the last eight. Row `i` of the payload
 begins at `header_bytes + i * row_stride`, also a multiple of 4096; what a row does not fill is
 zero. All numbers are little-endian. A name in the filesystem promises nothing: a reader compares
@@ -39,7 +41,7 @@ class RecordHeader(msgspec.Struct, frozen=True, gc=False):
     checks: tuple[int, ...]
 
     @property
-    def block_count(self) -> int:
+    def row_count(self) -> int:
         """Rows in the payload."""
         return len(self.checks)
 
@@ -49,15 +51,16 @@ def row_stride(row_bytes: int) -> int:
     return _round_up(row_bytes)
 
 
-def header_bytes(block_count: int) -> int:
+def header_bytes(block_count: int, members: int = 1) -> int:
     """Bytes of the header of an object of so many blocks, a multiple of 4096."""
-    per_block = HASH_BYTES + _CHECK_BYTES
+    per_block = HASH_BYTES + members * _CHECK_BYTES
     return _round_up(_FIXED.size + block_count * per_block + _CHECKSUM.size)
 
 
-def file_bytes(block_count: int, row_bytes: int) -> int:
+def file_bytes(block_count: int, row_bytes: int, members: int = 1) -> int:
     """The exact size of an object's file, a multiple of 4096."""
-    return header_bytes(block_count) + block_count * row_stride(row_bytes)
+    payload_bytes = block_count * members * row_stride(row_bytes)
+    return header_bytes(block_count, members) + payload_bytes
 
 
 def encode_header(header: RecordHeader) -> bytes:
@@ -66,30 +69,31 @@ def encode_header(header: RecordHeader) -> bytes:
     Raises:
         ValueError: A hash has the wrong length, or the run and the checks do not fit together.
     """
-    name, count = header.name, header.block_count
-    if not 0 < count <= MAX_BLOCKS or len(name.run) != count * HASH_BYTES:
+    name, count = header.name, header.row_count
+    if not 0 < count <= MAX_BLOCKS or len(name.run) * name.members != count * HASH_BYTES:
         raise ValueError(f"a run of {len(name.run)} bytes does not have {count} blocks")
     if len(header.namespace) != HASH_BYTES or len(name.parent_hash) != HASH_BYTES:
         raise ValueError(f"a namespace and a parent hash have {HASH_BYTES} bytes")
     start = _start(header.namespace, header.rank, header.row_bytes, name)
     checks = struct.pack(f"<{count}Q", *header.checks)
-    body = (start + checks).ljust(header_bytes(count) - _CHECKSUM.size, b"\0")
+    size = header_bytes(name.block_count, name.members)
+    body = (start + checks).ljust(size - _CHECKSUM.size, b"\0")
     return body + _CHECKSUM.pack(xxh3_64_intdigest(body))
 
 
 def _start(namespace: bytes, rank: int, row_bytes: int, name: ObjectName) -> bytes:
     """All of a header up to its check values: what identifies the object, and nothing else."""
-    count, stride = len(name.run) // HASH_BYTES, row_stride(row_bytes)
+    count, stride = name.block_count, row_stride(row_bytes)
     fixed = _FIXED.pack(
         MAGIC,
         VERSION,
         name.group,
         rank,
-        header_bytes(count),
+        header_bytes(count, name.members),
         count,
         row_bytes,
         stride,
-        count * stride,
+        name.row_count * stride,
         xxh3_64_intdigest(name.run),
         namespace,
         name.parent_hash,
@@ -106,12 +110,13 @@ def announced_header_bytes(start: Buffer) -> int:
     data = memoryview(start)
     if len(data) < _FIXED.size:
         raise ChecksumMismatchError("a file is too short for a header")
-    magic, version, _, _, size, count, *_ = _FIXED.unpack_from(data)
+    magic, version, _, _, size, count, _, stride, payload, *_ = _FIXED.unpack_from(data)
     if magic != MAGIC:
         raise ChecksumMismatchError("a file does not begin as an object does")
     if version != VERSION:
         raise ChecksumMismatchError(f"a file has format version {version}, not {VERSION}")
-    if not 0 < count <= MAX_BLOCKS or size != header_bytes(count):
+    members = _members(count, stride, payload)
+    if not 0 < count * members <= MAX_BLOCKS or size != header_bytes(count, members):
         raise ChecksumMismatchError(f"a header of {size} bytes cannot name {count} blocks")
     return int(size)
 
@@ -131,14 +136,22 @@ def parse_header(data: Buffer) -> RecordHeader:
         raise ChecksumMismatchError("the checksum of a header is wrong")
     fields = _FIXED.unpack_from(view)
     group, rank, _, count, row_bytes, stride, payload, digest, namespace, parent = fields[2:]
+    members = _members(count, stride, payload)
     run_end = _FIXED.size + count * HASH_BYTES
     run = bytes(view[_FIXED.size : run_end])
-    if stride != row_stride(row_bytes) or payload != count * stride:
+    if stride != row_stride(row_bytes) or payload != count * members * stride:
         raise ChecksumMismatchError("the sizes in a header contradict each other")
     if digest != xxh3_64_intdigest(run):
         raise ChecksumMismatchError("the token digest of a header is not that of its run")
-    checks = struct.unpack_from(f"<{count}Q", view, run_end)
-    return RecordHeader(namespace, rank, row_bytes, ObjectName(group, parent, run), checks)
+    checks = struct.unpack_from(f"<{count * members}Q", view, run_end)
+    name = ObjectName(group, parent, run, members)
+    return RecordHeader(namespace, rank, row_bytes, name, checks)
+
+
+def _members(block_count: int, stride: int, payload_bytes: int) -> int:
+    """Rows that a header has for each of its blocks, at least one; the sizes may contradict it."""
+    block_bytes = block_count * stride
+    return max(1, payload_bytes // block_bytes) if block_bytes else 1
 
 
 def expected_checks(
@@ -156,7 +169,7 @@ def expected_checks(
         header = parse_header(data)  # slower, and says what is wrong
         expect_header(header, namespace=namespace, rank=rank, row_bytes=row_bytes, name=name)
         raise ChecksumMismatchError("a header is not of the size that its object has")
-    return struct.unpack_from(f"<{len(name.run) // HASH_BYTES}Q", data, len(start))
+    return struct.unpack_from(f"<{name.row_count}Q", data, len(start))
 
 
 def expect_header(
@@ -177,6 +190,7 @@ def expect_header(
             ("kv group", found.group != name.group),
             ("parent hash", found.parent_hash != name.parent_hash),
             ("run", found.run != name.run),
+            ("number of members", found.members != name.members),
         )
         if is_other
     ]

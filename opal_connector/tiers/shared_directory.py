@@ -6,11 +6,9 @@ All calls block. They run in a thread of the scheduler process, never in one of 
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
-
-import msgspec
 
 from opal_connector.keys import CHAIN_ROOT
 from opal_connector.tiers.file_names import (
@@ -24,29 +22,13 @@ from opal_connector.tiers.file_names import (
 from opal_connector.tiers.file_sizes import filesystem_now
 from opal_connector.tiers.header_scan import list_directory, scan_headers
 from opal_connector.tiers.object_ages import FoundObject, oldest_first, scan_objects
+from opal_connector.tiers.shared_identity import shared_identity
 from opal_connector.tiers.shared_ledger import Ledger, Share, locked_ledger
+from opal_connector.tiers.shared_medium import Grant, Refresh
 from opal_connector.transfers import ObjectName
 
 _LOCK_SECONDS: Final = 5.0
 _TARGET: Final = 0.95  # of the limit: where eviction stops
-
-
-class Refresh(msgspec.Struct, frozen=True):
-    """What has changed in a directory: objects that every rank has, and keys that are gone."""
-
-    names: tuple[ObjectName, ...] = ()
-    gone: tuple[bytes, ...] = ()
-
-
-class Grant(msgspec.Struct, frozen=True):
-    """Bytes that may be written, what lies in the directory at most, and what was evicted for it.
-
-    `gone` are keys of this namespace.
-    """
-
-    granted_bytes: int = 0
-    total_bytes: int = 0
-    gone: tuple[bytes, ...] = ()
 
 
 class SharedDirectory:
@@ -55,6 +37,8 @@ class SharedDirectory:
     Mutable state: `_known`, the objects of this namespace that it has seen, with their names; used
     by one thread.
     """
+
+    first_batch = 4  # every one is a request of its own
 
     def __init__(self, root: Path, *, namespace: bytes, ranks: int, limit_bytes: int) -> None:
         self.root = root
@@ -66,20 +50,21 @@ class SharedDirectory:
         self._known: dict[bytes, ObjectName] = {}
         self._instance = secrets.token_hex(8)
 
-    def exists(self, name: ObjectName) -> bool:
+    def identity(self) -> str:
+        """The directory's own name, given by whoever asked first. Blocks."""
+        return shared_identity(self.root)
+
+    def present(self, names: Sequence[ObjectName]) -> list[bool]:
         """Whether every rank has a file of that name. Blocks.
 
         Raises:
             OSError: The directory cannot be asked.
         """
-        key = object_key(name)
-        for directory in self._directories:
-            try:
-                os.stat(object_path(directory, key))
-            except FileNotFoundError:
-                return False
-        self._known[key] = name
-        return True
+        return [self._exists(name) for name in names]
+
+    def changes(self) -> Iterator[Refresh]:
+        """All of `refresh` at once: a directory's headers are read fast."""
+        yield self.refresh()
 
     def refresh(self) -> Refresh:
         """What others have written and removed since the last call. Blocks.
@@ -139,6 +124,16 @@ class SharedDirectory:
             del ledger.shares[self._instance]
 
     # ---- inside ----
+
+    def _exists(self, name: ObjectName) -> bool:
+        key = object_key(name)
+        for directory in self._directories:
+            try:
+                os.stat(object_path(directory, key))
+            except FileNotFoundError:
+                return False
+        self._known[key] = name
+        return True
 
     def _share(self, ledger: Ledger) -> Share:
         pid, start_time = own_process()

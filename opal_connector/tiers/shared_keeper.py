@@ -1,4 +1,4 @@
-"""The thread that keeps in touch with a shared directory for one instance's books."""
+"""The thread that keeps in touch with a shared medium for one instance's books."""
 
 import contextlib
 import logging
@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from opal_connector.reports import RateLimitedWarnings
-from opal_connector.tiers.shared_directory import Grant, Refresh, SharedDirectory
-from opal_connector.tiers.shared_identity import shared_identity
+from opal_connector.tiers.shared_medium import Grant, Refresh, SharedMedium
 from opal_connector.transfers import ObjectName, Question, SharedNews
 
 logger = logging.getLogger(__name__)
@@ -18,6 +17,7 @@ warnings = RateLimitedWarnings(logger)
 
 _BEAT_SECONDS = 30.0  # how often an instance says that it lives
 _UNHEARD_SECONDS = 1.0  # after which news are taken for those of an instance that stands idle
+_LARGEST_BATCH = 512  # objects asked about at once
 _IDLE_SHARE = 20  # a refresh takes at most this part of the time
 
 
@@ -31,24 +31,29 @@ class Need(msgspec.Struct, frozen=True):
 class SharedKeeper:
     """Asks, refreshes and renews grants in a thread of its own; the books poll for the news.
 
-    Mutable state: the questions, the need and the news, guarded by `_wake`'s lock, which is never
-    held while the directory is asked.
+    A refresh goes on between questions, a step at a time. Mutable state: the questions, the need
+    and the news, guarded by `_wake`'s lock, which is never held while the medium is asked; the
+    refresh that is under way, of the thread.
     """
 
     def __init__(
         self,
-        directory: SharedDirectory,
+        medium: SharedMedium,
         *,
         tier: int,
         refresh_seconds: float,
         is_held: Callable[[bytes], bool],
         wants_identity: bool = False,
+        begins_with_refresh: bool = False,
+        generation: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.identity: str | None = None  # of the directory, once it is known
+        self.generation = generation  # of the tier's wipes
+        self.identity: str | None = None  # of the medium, once it is known
         self._wants_identity = wants_identity
-        self._directory = directory
+        self._medium = medium
         self._tier = tier
         self._refresh_seconds = refresh_seconds
+        self._begins_with_refresh = begins_with_refresh
         self._is_held = is_held
         self._wake = threading.Condition()
         self._questions: list[Question] = []
@@ -58,6 +63,10 @@ class SharedKeeper:
         self.on_unheard: Callable[[], None] | None = None
         self._is_closing = False
         self._unused_bytes = 0
+        self._refresh_at = 0.0
+        self._refreshing_seconds = 0.0
+        self._seen_generation = 0
+        self._changes: Iterator[Refresh] | None = None
         self._thread = threading.Thread(target=self._run, name="opal-keeper", daemon=True)
         self._thread.start()
 
@@ -96,14 +105,15 @@ class SharedKeeper:
     # ---- the thread ----
 
     def _run(self) -> None:
-        next_refresh = time.monotonic() + self._refresh_seconds
+        first_wait_seconds = 0.0 if self._begins_with_refresh else self._refresh_seconds
+        self._refresh_at = time.monotonic() + first_wait_seconds
         next_beat = time.monotonic() + _BEAT_SECONDS
         while True:
             if self._wants_identity and self.identity is None:
                 with contained("name"):
-                    self.identity = shared_identity(self._directory.root)
+                    self.identity = self._medium.identity()
             with self._wake:
-                due = min(next_refresh, next_beat, self._unheard_at())
+                due = min(self._refresh_at, next_beat, self._unheard_at())
                 self._wake.wait_for(self._has_work, max(0.0, due - time.monotonic()))
                 if self._is_closing:
                     break
@@ -119,13 +129,35 @@ class SharedKeeper:
             if need is not None:
                 self._say(self._grant(need))
                 next_beat = time.monotonic() + _BEAT_SECONDS
-            if time.monotonic() >= next_refresh:
-                began = time.monotonic()
-                self._say(self._refresh())
-                took_seconds = time.monotonic() - began
-                wait_seconds = max(self._refresh_seconds, _IDLE_SHARE * took_seconds)
-                next_refresh = time.monotonic() + wait_seconds
-        self._directory.leave(unused_bytes=self._unused_bytes)
+            if time.monotonic() >= self._refresh_at:
+                self._refresh_a_little()
+        with contained("leave"):
+            self._medium.leave(unused_bytes=self._unused_bytes)
+
+    def _refresh_a_little(self) -> None:
+        """One step of a refresh; at its end, and after a fault, say when the next one begins."""
+        began = time.monotonic()
+        change: Refresh | None = None
+        with contained("list"):
+            if self._changes is None:
+                self._changes = self._medium.changes()
+                self._seen_generation = self.generation()
+            change = next(self._changes, None)
+        self._refreshing_seconds += time.monotonic() - began
+        if change is not None:
+            self._say(
+                SharedNews(
+                    self._tier,
+                    found=change.names,
+                    gone=change.gone,
+                    generation=self._seen_generation,
+                )
+            )
+            return
+        wait_seconds = max(self._refresh_seconds, _IDLE_SHARE * self._refreshing_seconds)
+        self._refresh_at = time.monotonic() + wait_seconds
+        self._refreshing_seconds = 0.0
+        self._changes = None
 
     def _unheard_at(self) -> float:
         """When the oldest news count as unheard."""
@@ -146,19 +178,26 @@ class SharedKeeper:
     def _answer(self, questions: list[Question]) -> SharedNews:
         """What the directory cannot say is not there."""
         found: list[ObjectName] = []
+        generation = self.generation()
         with contained("ask"):
             for question in questions:
-                names = _leading(question.chain, self._directory.exists)
+                names = _leading(question.chain, self._medium)
                 found += names
                 if len(names) == len(question.chain):
-                    found += [name for name in question.tails if self._directory.exists(name)][:1]
+                    found += self._of(question.tails)[:1]
+                found += self._of(question.singles)
         answered = tuple(question.question_id for question in questions)
-        return SharedNews(self._tier, answered, tuple(found))
+        return SharedNews(self._tier, answered, tuple(found), generation=generation)
+
+    def _of(self, names: tuple[ObjectName, ...]) -> list[ObjectName]:
+        """Those of the names that are there."""
+        found = self._medium.present(names) if names else []
+        return [name for name, is_there in zip(names, found, strict=True) if is_there]
 
     def _grant(self, need: Need) -> SharedNews:
         grant = Grant()
         with contained("share out"):
-            grant = self._directory.renew(
+            grant = self._medium.renew(
                 wanted_bytes=need.wanted_bytes,
                 unused_bytes=need.unused_bytes,
                 is_held=self._is_held,
@@ -172,12 +211,6 @@ class SharedKeeper:
             was_crowded=bool(grant.gone) or grant.granted_bytes < need.wanted_bytes,
         )
 
-    def _refresh(self) -> SharedNews:
-        change = Refresh()
-        with contained("list"):
-            change = self._directory.refresh()
-        return SharedNews(self._tier, found=change.names, gone=change.gone)
-
 
 @contextlib.contextmanager
 def contained(verb: str) -> Iterator[None]:
@@ -185,16 +218,17 @@ def contained(verb: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001 - any fault of a tier is a miss, never a crash
-        warnings.warn(verb, "cannot %s the shared directory: %r", verb, error)
+        warnings.warn(verb, "cannot %s the shared tier: %r", verb, error)
 
 
-def _leading(
-    names: tuple[ObjectName, ...], exists: Callable[[ObjectName], bool]
-) -> list[ObjectName]:
-    """The names from the first on that are there without a gap."""
-    found: list[ObjectName] = []
-    for name in names:
-        if not exists(name):
+def _leading(names: tuple[ObjectName, ...], medium: SharedMedium) -> list[ObjectName]:
+    """The names from the first on that are there without a gap; asks for few, then for more."""
+    count, batch = 0, medium.first_batch
+    while count < len(names):
+        answers = medium.present(names[count : count + batch])
+        if not all(answers):
+            count += answers.index(False)
             break
-        found.append(name)
-    return found
+        count += len(answers)
+        batch = min(2 * batch, _LARGEST_BATCH)
+    return list(names[:count])

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from opal_connector.reports import RateLimitedWarnings
+from opal_connector.tiers.borrowed_tier import BorrowedTier
 from opal_connector.tiers.breaker import ProbeOutcome
 from opal_connector.tiers.file_errors import NoSpaceError
 from opal_connector.tiers.file_moves import Tier
-from opal_connector.tiers.file_tier import FileTier
+from opal_connector.tiers.keyed_tier import KeyedTier
 from opal_connector.tiers.lane import Lane
 from opal_connector.transfers import InventoryPage, TierHealth
 
@@ -32,7 +33,7 @@ class TierWatch:
         self._lanes = lanes
         self._rank = rank
         self._lock = threading.Lock()
-        self._is_open = [not isinstance(tier, FileTier) for tier in tiers]
+        self._is_open = [not isinstance(tier, KeyedTier) for tier in tiers]
         self._namespace = b""
         self._open_by = float("inf")
         self._pages: list[InventoryPage] = []
@@ -85,7 +86,7 @@ class TierWatch:
 
     def _open(self, place: int) -> None:
         tier = self._tiers[place]
-        assert isinstance(tier, FileTier)
+        assert isinstance(tier, KeyedTier)
         try:
             for names in tier.open(self._namespace):
                 self._add(InventoryPage(place, self._rank, names))
@@ -95,7 +96,15 @@ class TierWatch:
             return
         with self._lock:
             self._is_open[place] = True
-        self._add(InventoryPage(place, self._rank, is_last=True, foreign_bytes=tier.foreign_bytes))
+        self._add(
+            InventoryPage(
+                place,
+                self._rank,
+                is_last=True,
+                foreign_bytes=tier.foreign_bytes,
+                is_borrowed=isinstance(tier, BorrowedTier),
+            )
+        )
 
     def _add(self, page: InventoryPage) -> None:
         with self._lock:
@@ -111,12 +120,12 @@ class TierWatch:
     def _look(self) -> None:
         for place, lane in enumerate(self._lanes):
             lane.give_up_overdue()
-            if isinstance(self._tiers[place], FileTier) and lane.begin_probe():
+            if isinstance(self._tiers[place], KeyedTier) and lane.begin_probe():
                 start_thread(f"opal-probe-{place}", lambda place=place: self._probe(place))  # type: ignore[misc]
 
     def _probe(self, place: int) -> None:
         tier, lane = self._tiers[place], self._lanes[place]
-        assert isinstance(tier, FileTier)
+        assert isinstance(tier, KeyedTier)
         try:
             if not self._is_open[place] and self._namespace:
                 self._open(place)

@@ -27,15 +27,30 @@ from opal_connector.transfers import ObjectName
 NAMESPACE = sha256(b"namespace").digest()
 ROW_SIZES = [4096, 1000, 8192 + 24]  # one for direct I/O, two that need padding
 POOL_ROWS = 16
-BLOCKS = 5
+OBJECT_ROWS = 6  # of all members together
+
+
+class Shape:
+    """Of the objects of the suite that runs now.
+
+    Mutable state: `members`, set by the suite's fixture.
+    """
+
+    members = 1
 
 
 def make_name(
-    number: int, blocks: int = BLOCKS, *, parent: int = 999, group: int = 0
+    number: int, blocks: int | None = None, *, parent: int = 999, group: int = 0
 ) -> ObjectName:
-    """The object that tests know by this number."""
+    """The object that tests know by this number; of `OBJECT_ROWS` rows unless it says otherwise."""
+    blocks = OBJECT_ROWS // Shape.members if blocks is None else blocks
     run = b"".join(stamp(1000 * number + block) for block in range(blocks))
-    return ObjectName(group, stamp(parent), run)
+    return ObjectName(group, stamp(parent), run, Shape.members)
+
+
+def object_bytes(row_bytes: int) -> int:
+    """The size of the file of an object of `OBJECT_ROWS` rows."""
+    return file_bytes(OBJECT_ROWS // Shape.members, row_bytes, Shape.members)
 
 
 def key(number: int) -> bytes:
@@ -50,17 +65,16 @@ class Pool:
         self.row_bytes = row_bytes
 
     def wanted(self, name: ObjectName, position: int) -> np.ndarray:
-        return content(name.run[32 * position :][:32], row_bytes=self.row_bytes)
+        return content(name.stamps[32 * position :][:32], row_bytes=self.row_bytes)
 
     def write(
         self, tier: FileTier, name: ObjectName, rows: Sequence[int] | None = None, **kwargs: Any
     ) -> int:
         """Fill the rows with the object's content and write it."""
-        count = len(name.run) // 32
-        rows = range(count) if rows is None else rows
+        rows = range(name.row_count) if rows is None else rows
         for position, row in enumerate(rows):
             self.rows[row] = self.wanted(name, position)
-        checks = [row_check(self.rows[row], name.run, at) for at, row in enumerate(rows)]
+        checks = [row_check(self.rows[row], name.stamps, at) for at, row in enumerate(rows)]
         return tier.write_object(name, self.rows, rows, checks, **kwargs)
 
     def read(
@@ -71,19 +85,28 @@ class Pool:
         rows: Sequence[int] | None = None,
     ) -> None:
         """Read into rows and compare every byte with the content."""
-        positions = range(len(name.run) // 32) if positions is None else positions
+        positions = range(name.row_count) if positions is None else positions
         rows = range(len(positions)) if rows is None else rows
         self.rows[...] = 0xA5
         checks = tier.read_object(name, positions, self.rows, rows)
         for position, row, check in zip(positions, rows, checks, strict=True):
             assert np.array_equal(self.rows[row], self.wanted(name, position)), position
-            assert check == row_check(self.rows[row], name.run, position)
+            assert check == row_check(self.rows[row], name.stamps, position)
         untouched = set(range(POOL_ROWS)) - set(rows)
         assert all(np.all(self.rows[row] == 0xA5) for row in untouched)
 
 
 class FileTierSuite:
     """Inherit, name the class `Test...`, and supply the methods below."""
+
+    members = 1  # of all objects
+
+    @pytest.fixture(autouse=True)
+    def shape(self) -> Iterator[None]:
+        """Let all objects of a test have so many members."""
+        Shape.members = self.members
+        yield
+        Shape.members = 1
 
     def make(self, root: Path, row_bytes: int, rank: int = 0) -> FileTier:
         """A tier that was not opened yet."""
@@ -132,14 +155,14 @@ class FileTierSuite:
     @pytest.mark.parametrize(
         ("source_rows", "positions", "into_rows"),
         [
-            ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]),
-            ([9, 2, 14, 3, 4], [0, 1, 2, 3, 4], [15, 3, 0, 7, 6]),
-            ([4, 3, 2, 1, 0], [0], [8]),
-            ([0, 1, 2, 3, 4], [4], [8]),
-            ([0, 1, 2, 3, 4], [1, 2, 4], [5, 6, 7]),
-            ([0, 1, 2, 3, 4], [2, 3], [9, 3]),
-            ([0, 1, 2, 3, 4], [4, 0, 2], [1, 2, 3]),
-            ([0, 1, 2, 3, 4], [], []),
+            ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]),
+            ([9, 2, 14, 3, 4, 5], [0, 1, 2, 3, 4, 5], [15, 3, 0, 7, 6, 1]),
+            ([5, 4, 3, 2, 1, 0], [0], [8]),
+            ([0, 1, 2, 3, 4, 5], [5], [8]),
+            ([0, 1, 2, 3, 4, 5], [1, 2, 5], [5, 6, 7]),
+            ([0, 1, 2, 3, 4, 5], [2, 3], [9, 3]),
+            ([0, 1, 2, 3, 4, 5], [5, 0, 2], [1, 2, 3]),
+            ([0, 1, 2, 3, 4, 5], [], []),
         ],
         ids=["all", "scattered", "first", "last", "hole", "middle", "any-order", "header-only"],
     )
@@ -154,7 +177,7 @@ class FileTierSuite:
         """From any rows, in any part, into any rows and no other."""
         written = pool.write(tier, make_name(1), source_rows)
 
-        assert written == file_bytes(BLOCKS, pool.row_bytes)
+        assert written == object_bytes(pool.row_bytes)
         assert self.raw_path(tier, make_name(1)).stat().st_size == written
         pool.read(tier, make_name(1), positions, into_rows)
 
@@ -162,27 +185,27 @@ class FileTierSuite:
     def test_object_of_any_length(self, tier: FileTier, row_bytes: int, blocks: int) -> None:
         """Also with a header of several pages and more buffers than one system call takes."""
         name = make_name(1, blocks)
-        pool = Pool(row_bytes)
-        pool.rows = allocate_host_rows(row_count=blocks, row_bytes=row_bytes)
+        pool, count = Pool(row_bytes), name.row_count
+        pool.rows = allocate_host_rows(row_count=count, row_bytes=row_bytes)
 
         pool.write(tier, name)
 
         into = np.zeros_like(pool.rows)
-        tier.read_object(name, range(blocks), into, range(blocks)[::-1])
+        tier.read_object(name, range(count), into, range(count)[::-1])
         assert np.array_equal(into[::-1], pool.rows)
 
     def test_more_rows_than_a_system_call_takes(self, tier: FileTier, row_bytes: int) -> None:
         """The kernel takes 1024 buffers at once; an object may have more."""
-        blocks = 1100
-        name = make_name(1, blocks)
-        rows = allocate_host_rows(row_count=2 * blocks, row_bytes=row_bytes)
-        rows[:, :8] = np.arange(2 * blocks, dtype=np.uint64).view(np.uint8).reshape(-1, 8)
-        sources = range(0, 2 * blocks, 2)
-        checks = [row_check(rows[row], name.run, at) for at, row in enumerate(sources)]
+        name = make_name(1, 1101 // Shape.members)
+        count = name.row_count
+        rows = allocate_host_rows(row_count=2 * count, row_bytes=row_bytes)
+        rows[:, :8] = np.arange(2 * count, dtype=np.uint64).view(np.uint8).reshape(-1, 8)
+        sources = range(0, 2 * count, 2)
+        checks = [row_check(rows[row], name.stamps, at) for at, row in enumerate(sources)]
         tier.write_object(name, rows, sources, checks)
-        into = allocate_host_rows(row_count=2 * blocks, row_bytes=row_bytes)
+        into = allocate_host_rows(row_count=2 * count, row_bytes=row_bytes)
 
-        assert tier.read_object(name, range(blocks), into, sources) == checks
+        assert tier.read_object(name, range(count), into, sources) == checks
 
         assert np.array_equal(into[::2], rows[::2])
 
@@ -222,7 +245,7 @@ class FileTierSuite:
     def test_written_again_is_replaced(self, tier: FileTier, pool: Pool) -> None:
         """The last write counts."""
         pool.write(tier, make_name(1))
-        pool.write(tier, make_name(1), [7, 6, 5, 4, 3])
+        pool.write(tier, make_name(1), [7, 6, 5, 4, 3, 2])
 
         pool.read(tier, make_name(1))
         assert self.names_after_restart(tier) == [make_name(1)]

@@ -212,6 +212,26 @@ class PolicySuite:
         assert all(key in policy for key in victims)
         assert policy.evict(6) == twin.evict(6)
 
+    def test_key_that_is_expelled_leaves_at_once_and_can_come_back(self) -> None:
+        """Whoever it is: pinned, used, or already the next to go."""
+        policy = self.filled(range(6))
+        policy.pin(1)
+        policy.touch(2)
+        policy.restore(policy.evict(1) or [])
+        for key in range(4):
+            policy.expel(key)
+            policy.check()
+            assert key not in policy
+        policy.restore([3])
+        policy.check()
+        policy.insert(0)
+
+        assert len(policy) == 4
+        assert sorted(policy.evict(4) or []) == [0, 3, 4, 5]
+        policy.check()
+        with pytest.raises(KeyError):
+            policy.expel(4)
+
     def test_key_that_is_held_cannot_be_restored(self) -> None:
         """Only what was evicted comes back this way."""
         policy = self.filled([1, 2])

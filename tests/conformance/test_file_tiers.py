@@ -46,6 +46,18 @@ class TestDistributedFS(Files, FileTierCrashSuite):
             os.utime(path, ns=(0, path.stat().st_mtime_ns - 60 * 10**9))
 
 
+class TestLocalNVMeOfThreeMembers(TestLocalNVMe):
+    """Objects that three kv groups share: as many rows, for fewer blocks."""
+
+    members = 3
+
+
+class TestDistributedFSOfThreeMembers(TestDistributedFS):
+    """Objects that three kv groups share: as many rows, for fewer blocks."""
+
+    members = 3
+
+
 def test_nobody_overrides_a_test_of_the_suite() -> None:
     """A tier that cannot do what the suite asks is not a tier."""
     with pytest.raises(TypeError, match="overrides test_removed_object_is_gone"):

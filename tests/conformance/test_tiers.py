@@ -24,6 +24,12 @@ class TestCPUMemory(TierSuite):
         store.rows[row] = np.frombuffer(data, dtype=np.uint8)
 
 
+class TestCPUMemoryOfThreeMembers(TestCPUMemory):
+    """Rows of one block in three kv groups are as different as those of three blocks."""
+
+    members = 3
+
+
 def test_nobody_overrides_a_test_of_the_suite() -> None:
     """A tier that cannot do what the suite asks is not a tier."""
     with pytest.raises(TypeError, match="overrides test_what_was_written_is_read"):

@@ -13,6 +13,7 @@ import pytest
 from fakes import ROW_BYTES, Row, content, stamp, transfer
 
 from opal_connector.tiers import ArrayBlocks, ChecksumMismatchError, TierStore
+from opal_connector.transfers import row_stamps
 
 ROWS = 12
 BLOCKS = 24
@@ -63,6 +64,13 @@ class TierSuite:
         """Overwrite a row, around the class."""
         raise NotImplementedError
 
+    members = 1  # kv groups of the objects whose rows these are
+
+    def stamp_of(self, number: int) -> bytes:
+        """What row `number` holds: with several members, those of a block follow one another."""
+        block, member = divmod(number, self.members)
+        return row_stamps(stamp(block), self.members)[32 * member :][:32]
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name in vars(cls):
@@ -76,7 +84,7 @@ class TierSuite:
     @pytest.fixture
     def paged(self) -> ArrayBlocks:
         """Blocks that hold the content of their own number's hash; batches of three."""
-        blocks = np.stack([content(stamp(number)) for number in range(BLOCKS)])
+        blocks = np.stack([content(self.stamp_of(number)) for number in range(BLOCKS)])
         paged = ArrayBlocks(blocks)
         paged.batch_blocks = 3
         return paged
@@ -118,7 +126,7 @@ class TierSuite:
         targets: Sequence[int],
     ) -> None:
         """Rows and blocks anywhere, in any order, also more than one call of the copier takes."""
-        names = [stamp(source) for source in sources]
+        names = [self.stamp_of(source) for source in sources]
 
         written = store.write(transfer(rows, sources, names), paged, None)
         read = store.read(transfer(rows, targets, names), target, None)
@@ -132,7 +140,7 @@ class TierSuite:
         self, store: TierStore, paged: ArrayBlocks, target: ArrayBlocks
     ) -> None:
         """A load may need the middle of an object; every block stands for itself."""
-        names = [stamp(number) for number in range(5)]
+        names = [self.stamp_of(number) for number in range(5)]
         store.write(transfer([7, 2, 9, 4, 1], range(5), names), paged, None)
 
         store.read(transfer([9, 4], [20, 21], names[2:4]), target, None)
@@ -151,24 +159,24 @@ class TierSuite:
         self, store: TierStore, paged: ArrayBlocks, target: ArrayBlocks
     ) -> None:
         """A row that was given to another object is a miss for the old one."""
-        store.write(transfer([3], [0], [stamp(0)]), paged, None)
-        store.write(transfer([3], [1], [stamp(1)]), paged, None)
+        store.write(transfer([3], [0], [self.stamp_of(0)]), paged, None)
+        store.write(transfer([3], [1], [self.stamp_of(1)]), paged, None)
 
         with pytest.raises(ChecksumMismatchError):
-            store.read(transfer([3], [0], [stamp(0)]), target, None)
+            store.read(transfer([3], [0], [self.stamp_of(0)]), target, None)
         self.expect_blocks(target, {})
-        store.read(transfer([3], [0], [stamp(1)]), target, None)
-        self.expect_blocks(target, {0: content(stamp(1))})
+        store.read(transfer([3], [0], [self.stamp_of(1)]), target, None)
+        self.expect_blocks(target, {0: content(self.stamp_of(1))})
 
     def test_same_bytes_can_be_written_again(
         self, store: TierStore, paged: ArrayBlocks, target: ArrayBlocks
     ) -> None:
         """Storing twice is harmless."""
         for _ in range(2):
-            store.write(transfer([3], [0], [stamp(0)]), paged, None)
+            store.write(transfer([3], [0], [self.stamp_of(0)]), paged, None)
 
-        store.read(transfer([3], [0], [stamp(0)]), target, None)
-        self.expect_blocks(target, {0: content(stamp(0))})
+        store.read(transfer([3], [0], [self.stamp_of(0)]), target, None)
+        self.expect_blocks(target, {0: content(self.stamp_of(0))})
 
     # What was not written is a miss.
 
@@ -185,10 +193,14 @@ class TierSuite:
         self, store: TierStore, paged: ArrayBlocks, target: ArrayBlocks
     ) -> None:
         """Another hash, or the right hashes in another order, is not what was stored."""
-        names = [stamp(0), stamp(1)]
+        names = [self.stamp_of(0), self.stamp_of(1)]
         store.write(transfer([3, 4], [0, 1], names), paged, None)
 
-        for wrong in ([stamp(2), stamp(1)], [stamp(0), stamp(2)], names[::-1]):
+        for wrong in (
+            [self.stamp_of(2), self.stamp_of(1)],
+            [self.stamp_of(0), self.stamp_of(2)],
+            names[::-1],
+        ):
             with pytest.raises(ChecksumMismatchError):
                 store.read(transfer([3, 4], [0, 1], wrong), target, None)
         self.expect_blocks(target, {})
@@ -198,10 +210,10 @@ class TierSuite:
     ) -> None:
         """Zeroed KV of one block is not readable as the zeroed KV of another."""
         zeros = ArrayBlocks(np.zeros((2, ROW_BYTES), dtype=np.uint8))
-        store.write(transfer([3, 4], [0, 1], [stamp(0), stamp(1)]), zeros, None)
+        store.write(transfer([3, 4], [0, 1], [self.stamp_of(0), self.stamp_of(1)]), zeros, None)
 
         with pytest.raises(ChecksumMismatchError):
-            store.read(transfer([4, 3], [0, 1], [stamp(0), stamp(1)]), target, None)
+            store.read(transfer([4, 3], [0, 1], [self.stamp_of(0), self.stamp_of(1)]), target, None)
         self.expect_blocks(target, {})
 
     # HT-13: same length, other bytes.
@@ -213,13 +225,13 @@ class TierSuite:
         self, store: TierStore, paged: ArrayBlocks, target: ArrayBlocks, offset: int, bit: int
     ) -> None:
         """One bit, anywhere in a row, is found before the row is used."""
-        store.write(transfer([3], [0], [stamp(0)]), paged, None)
+        store.write(transfer([3], [0], [self.stamp_of(0)]), paged, None)
         data = bytearray(self.raw_get(store, 3))
         data[offset] ^= 1 << bit
         self.raw_set(store, 3, bytes(data))
 
         with pytest.raises(ChecksumMismatchError):
-            store.read(transfer([3], [0], [stamp(0)]), target, None)
+            store.read(transfer([3], [0], [self.stamp_of(0)]), target, None)
         self.expect_blocks(target, {})
 
     def damage_cases(self) -> dict[str, Callable[[TierStore], None]]:
@@ -251,7 +263,7 @@ class TierSuite:
         self, store: TierStore, paged: ArrayBlocks, target: ArrayBlocks, damage: str
     ) -> None:
         """Zeroed, exchanged, half overwritten or shifted: a miss, and the next write repairs it."""
-        names = [stamp(0), stamp(1)]
+        names = [self.stamp_of(0), self.stamp_of(1)]
         item = transfer([3, 4], [0, 1], names)
         store.write(item, paged, None)
         self.damage_cases()[damage](store)
@@ -269,7 +281,7 @@ class TierSuite:
         self, store: TierStore, paged: ArrayBlocks, target: ArrayBlocks, bad: int
     ) -> None:
         """What verified may be in its block already; what did not is in none."""
-        rows, names = [8, 1, 9, 2, 10, 3, 11], [stamp(number) for number in range(7)]
+        rows, names = [8, 1, 9, 2, 10, 3, 11], [self.stamp_of(number) for number in range(7)]
         store.write(transfer(rows, range(7), names), paged, None)
         data = bytearray(self.raw_get(store, rows[bad]))
         data[5] ^= 1
@@ -287,7 +299,7 @@ class TierSuite:
         self, store: TierStore, paged: ArrayBlocks, target: ArrayBlocks
     ) -> None:
         """Damage costs the row that has it, not those beside it."""
-        names = [stamp(number) for number in range(3)]
+        names = [self.stamp_of(number) for number in range(3)]
         store.write(transfer([3, 4, 5], range(3), names), paged, None)
         self.raw_set(store, 4, bytes(ROW_BYTES))
 
@@ -303,8 +315,8 @@ class TierSuite:
     ) -> None:
         """All of an object or nothing: also what was there before and what went well is gone."""
         rows = [8, 1, 9, 2, 10, 3, 11]
-        old = [stamp(number + 10) for number in range(7)]
-        names = [stamp(number) for number in range(7)]
+        old = [self.stamp_of(number + 10) for number in range(7)]
+        names = [self.stamp_of(number) for number in range(7)]
         store.write(transfer(rows, range(10, 17), old), paged, None)
 
         with pytest.raises(OSError, match="gone"):
@@ -320,26 +332,26 @@ class TierSuite:
         self, store: TierStore, paged: ArrayBlocks, target: ArrayBlocks
     ) -> None:
         """Bytes that are on their way are not served, under no name."""
-        store.write(transfer([3], [0], [stamp(0)]), paged, None)
+        store.write(transfer([3], [0], [self.stamp_of(0)]), paged, None)
         stopped = StoppedBlocks(paged)
         writer = threading.Thread(
-            target=store.write, args=(transfer([3], [1], [stamp(1)]), stopped, None)
+            target=store.write, args=(transfer([3], [1], [self.stamp_of(1)]), stopped, None)
         )
         writer.start()
         assert stopped.is_inside.wait(30)
         try:
-            for name in (stamp(0), stamp(1)):
+            for name in (self.stamp_of(0), self.stamp_of(1)):
                 with pytest.raises(ChecksumMismatchError):
                     store.read(transfer([3], [0], [name]), target, None)
         finally:
             stopped.go_on.set()
             writer.join(30)
 
-        store.read(transfer([3], [0], [stamp(1)]), target, None)
-        self.expect_blocks(target, {0: content(stamp(1))})
+        store.read(transfer([3], [0], [self.stamp_of(1)]), target, None)
+        self.expect_blocks(target, {0: content(self.stamp_of(1))})
 
     def test_close_ends_without_a_sound(self, store: TierStore, paged: ArrayBlocks) -> None:
         """A tier with something in it can be given up."""
-        store.write(transfer([3], [0], [stamp(0)]), paged, None)
+        store.write(transfer([3], [0], [self.stamp_of(0)]), paged, None)
 
         store.close()

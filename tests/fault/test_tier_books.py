@@ -1,11 +1,26 @@
 """Several tiers, as the books see them: what leaves, what is said, what a load can count on."""
 
-from fakes import start
+from pathlib import Path
+
+import pytest
+from fakes import plan_load, stamp, start
 from tier_bench import FAR, NEAR, Bench, kinds
 from tier_world import file_bytes, tiered_manager
 
+from opal_connector.config import LocalNVMeConfig
 from opal_connector.events import Copy, Move
-from opal_connector.transfers import FailureKind, JobBatch, JobResult, TierHealth
+from opal_connector.keys import CHAIN_ROOT
+from opal_connector.tiers import allocate_host_rows, make_keyed_tier
+from opal_connector.tiers import file_bytes as object_bytes
+from opal_connector.tiers.checks import row_check
+from opal_connector.transfers import (
+    FailureKind,
+    InventoryPage,
+    JobBatch,
+    JobResult,
+    ObjectName,
+    TierHealth,
+)
 
 # What leaves, and how much.
 
@@ -30,7 +45,7 @@ def test_ht_57_demotions_in_flight_are_counted_before_more_is_demoted() -> None:
     assert [len(job.objects) for job in moves.copies] == [2]
     for number in range(3):  # what happens meanwhile changes the books, and they plan again
         request, _ = bench.look([number])
-        bench.manager.plan_load(request, [100])
+        plan_load(bench.manager, request, [100])
         assert not bench.upkeep().copies
     bench.world.hand_over(moves)
     bench.work()
@@ -261,6 +276,54 @@ def test_ht_63_tier_that_one_rank_opens_twice_is_counted_once() -> None:
     assert bench.held(NEAR) == 0
 
 
+def test_what_others_have_on_a_disk_is_taken_off_once() -> None:
+    """Every rank reports its share; the books are those of one rank, the worst off."""
+    manager = tiered_manager(
+        memory_blocks=1, file_tier_bytes=[8 * file_bytes(1)], writes=["through"], ranks=3
+    )
+    tier = manager.storage.tiers[NEAR]
+    whole = tier.capacity_bytes
+    for rank, foreign_bytes in ((1, 20), (0, 30)):
+        manager.adopt(InventoryPage(NEAR, rank, is_last=True, foreign_bytes=foreign_bytes))
+    assert tier.health is TierHealth.OPENING
+
+    manager.adopt(InventoryPage(NEAR, 2, is_last=True, is_borrowed=True))
+
+    assert tier.capacity_bytes == whole - 30
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_restart_of_ranks_on_one_disk_keeps_the_capacity(tmp_path: Path, ranks: int) -> None:
+    """Three quarters full of the ranks' own objects: nothing of that is somebody else's."""
+    row_bytes, limit_bytes = 4096, 4 << 20
+    rows = allocate_host_rows(row_count=1, row_bytes=row_bytes)
+    settings = LocalNVMeConfig(path=str(tmp_path), capacity_GB=f"{limit_bytes >> 20}MiB")
+    count = 3 * limit_bytes // 4 // ranks // object_bytes(1, row_bytes)
+    for is_again in (False, True):
+        share_bytes = limit_bytes // ranks
+        manager = tiered_manager(
+            memory_blocks=1, file_tier_bytes=[share_bytes], writes=["through"], ranks=ranks
+        )
+        for rank in range(ranks):
+            store, capacity_bytes = make_keyed_tier(
+                "LocalNVMe", settings, row_bytes=row_bytes, rank=rank, local_ranks=ranks
+            )
+            assert capacity_bytes == share_bytes
+            pages = list(store.open(bytes(32)))
+            assert sum(map(len, pages)) == (count if is_again else 0)
+            last = InventoryPage(NEAR, rank, is_last=True, foreign_bytes=store.foreign_bytes)
+            for page in (*(InventoryPage(NEAR, rank, names) for names in pages), last):
+                manager.adopt(page)
+            for number in range(0 if is_again else count):
+                name = ObjectName(0, CHAIN_ROOT, stamp(number))
+                store.write_object(name, rows, [0], [row_check(rows[0], name.run, 0)])
+            store.close()
+        tier = manager.storage.tiers[NEAR]
+        assert share_bytes - tier.capacity_bytes <= share_bytes // 8  # lock and index
+        assert bool(tier.used_bytes) is is_again
+        assert tier.used_bytes <= tier.capacity_bytes
+
+
 # Full and failing tiers.
 
 
@@ -360,7 +423,7 @@ def test_ht_50_aborted_loads_leave_nothing_behind() -> None:
         if number % 3 == 0:
             bench.manager.release(request)
         elif number % 3 == 1:
-            job = bench.manager.plan_load(request, [100])
+            job = plan_load(bench.manager, request, [100])
             bench.answer(job, FailureKind.DROPPED)
             if job.kept_job_id:
                 bench.manager.commit(JobResult(job.kept_job_id, 0, {0: FailureKind.DROPPED}))

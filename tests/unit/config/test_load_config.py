@@ -146,7 +146,7 @@ def test_unknown_field_lists_the_fields_there_are() -> None:
     assert message({"chunk_sise": 128}) == (
         "chunk_sise: unknown field; allowed here: kvc_tiers, chunk_size, save_unfull_chunk, "
         "max_kvc_ready_requests, kvcevent_coalesce_time, instance_id, events, weights_id, "
-        "quotas, CPUMemory, LocalNVMe, DistributedFS"
+        "quotas, CPUMemory, LocalNVMe, DistributedFS, ObjectStore, Mooncake, Valkey"
     )
     assert message({"CPUMemory": {"capacity": 1}}) == (
         "CPUMemory.capacity: unknown field; allowed here: capacity_GB, eviction_policy, "
@@ -240,10 +240,19 @@ def test_field_of_the_host_is_not_ours() -> None:
     assert load_config({"kv_connector_module_path": "opal_connector"}) == OpalConfig()
 
 
+WHERE: dict[str, dict[str, str]] = {
+    "LocalNVMe": {"path": "/tmp/opal"},
+    "DistributedFS": {"path": "/tmp/opal"},
+    "ObjectStore": {"url": "s3://bucket/prefix"},
+    "Mooncake": {"master": "host:50051", "metadata": "http://host:8080/metadata"},
+    "Valkey": {"url": "redis://host:6379/0"},
+}
+
+
 @pytest.mark.parametrize("name", TIER_NAMES)
 def test_every_tier_has_an_object_under_its_own_name(name: str) -> None:
     """A tier that can be named in kvc_tiers can be configured."""
-    where = {"path": "/tmp/opal"} if OpalConfig().file_tier(name) is not None else {}
+    where = WHERE.get(name, {})
     config = load_config({"kvc_tiers": [name], name: {"concurrency": 7, **where}})
 
     assert isinstance(config.tier(name), TierConfig)

@@ -6,6 +6,7 @@ import sys
 from hashlib import sha256
 from pathlib import Path
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from opal_connector.tiers.file_names import (
     object_key,
     object_path,
     parse_object_file,
+    parse_slot,
     parse_temporary,
     slot_name,
 )
@@ -60,6 +62,18 @@ def test_names_of_directories() -> None:
     """Short enough for a person, different per rank and slot."""
     assert namespace_name(HASH) == HASH.hex()[:16]
     assert [slot_name(0, 0), slot_name(0, 1), slot_name(10, 2)] == ["r0", "r0-1", "r10-2"]
+
+
+@given(rank=st.integers(0, 9999), slot=st.integers(0, 1023))
+def test_name_of_a_rank_s_directory_is_parsed_back(rank: int, slot: int) -> None:
+    """Which ranks are of one engine can be told from a listing."""
+    assert parse_slot(slot_name(rank, slot)) == (rank, slot)
+
+
+@pytest.mark.parametrize("name", ["r", "r1-0", "r01", "r1-01", "r-1", "r1-", "r1-2-3", "x1", "r٣"])
+def test_any_other_directory_is_of_no_rank(name: str) -> None:
+    """Near misses, which no engine ever takes."""
+    assert parse_slot(name) is None
 
 
 def test_temporary_names_are_unique_and_say_who() -> None:

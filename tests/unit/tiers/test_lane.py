@@ -198,3 +198,18 @@ def test_full_medium_sheds_stores_and_goes_on_loading(bench: Bench) -> None:
 
     assert bench.lane.health is TierHealth.NO_SPACE
     assert (bench.failure(2), bench.failure(3)) == (FailureKind.NO_SPACE, None)
+
+
+def test_what_hangs_at_the_end_touches_nothing_afterwards(bench: Bench) -> None:
+    """A thread that outlives its lane may come back at any time; nobody waits for its answer."""
+    part, begun = bench.hanging(1, needs_space=True)
+    bench.lane.submit([part])
+    assert begun.wait(20)
+
+    bench.lane.close()
+    bench.lane.abandon()
+
+    assert bench.lane.begin_delivery(part) is False
+    bench.open.set()
+    bench.wait(bench.returns, 1)
+    assert bench.answers == {}

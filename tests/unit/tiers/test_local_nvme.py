@@ -15,7 +15,7 @@ from fakes import stamp
 from opal_connector.keys import CHAIN_ROOT
 from opal_connector.tiers import allocate_host_rows, file_bytes
 from opal_connector.tiers.checks import row_check
-from opal_connector.tiers.file_names import new_temporary_name, object_key, object_path
+from opal_connector.tiers.file_names import new_temporary_name, object_key, object_path, slot_name
 from opal_connector.tiers.local_nvme import LocalNVMe
 from opal_connector.transfers import ObjectName
 
@@ -261,3 +261,111 @@ def test_models_that_nobody_serves_make_room(tmp_path: Path) -> None:
     assert store.foreign_bytes <= 25 * size
     in_use.close()
     store.close()
+
+
+# What lies beside a rank's own objects.
+
+OWN_SPACE = NAMESPACE.hex()[:16]
+BYTES = 65_536  # a whole number of the blocks of any filesystem
+
+
+def put(root: Path, place: str, size: int = BYTES) -> None:
+    """A file of some size, wherever it may lie."""
+    path = root / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(size))
+
+
+def foreign_bytes(root: Path, *, rank: int = 0, local_ranks: int = 1) -> int:
+    """What a rank that has written nothing reports, without its own lock and index."""
+    tier = LocalNVMe(root, row_bytes=ROW_BYTES, rank=rank, local_ranks=local_ranks)
+    assert list(tier.open(NAMESPACE)) == []
+    own = sum(path.stat().st_blocks * 512 for path in tier.directory.iterdir() if path.is_file())
+    tier.close()
+    return tier.foreign_bytes - own
+
+
+def test_other_ranks_of_an_engine_are_not_foreign(tmp_path: Path) -> None:
+    """They have shares of the disk of their own: what is in them must not be subtracted twice."""
+    for rank in (1, 2, 17):
+        put(tmp_path, f"{OWN_SPACE}/{slot_name(rank, 0)}/ab/object")
+        put(tmp_path, f"{OWN_SPACE}/{slot_name(rank, 0)}/index")
+
+    assert foreign_bytes(tmp_path) == 0
+
+
+def test_ranks_of_the_second_engine_know_each_other_by_their_slot(tmp_path: Path) -> None:
+    """Beside a living engine all of them have slot 1: what it has is foreign, and theirs is not."""
+    first, _ = opened(tmp_path)
+    put(tmp_path, f"{OWN_SPACE}/{slot_name(1, 0)}/ab/object", 3 * BYTES)
+    put(tmp_path, f"{OWN_SPACE}/{slot_name(1, 1)}/ab/object")
+    of_first = sum(path.stat().st_blocks * 512 for path in first.directory.rglob("*"))
+    of_folders = sum(
+        path.stat().st_blocks * 512 for path in first.directory.rglob("*") if path.is_dir()
+    )
+
+    assert foreign_bytes(tmp_path) == 3 * BYTES + of_first - of_folders
+    first.close()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        f"{OWN_SPACE}/r1-1/ab/object",  # another process, alive or dead
+        f"{OWN_SPACE}/r0-3/ab/object",
+        f"{OWN_SPACE}/r1-0/ab/object",  # nobody's: slot 0 has no number in its name
+        f"{OWN_SPACE}/r01/ab/object",
+        f"{OWN_SPACE}/notes/r1/object",
+        f"{OWN_SPACE}/object",
+        "0123456789abcdef/r0/ab/object",  # other models
+        "0123456789abcdef/r1/ab/object",
+        "r1/ab/object",
+        "notes",
+    ],
+)
+def test_whatever_is_not_of_this_engine_is_foreign(tmp_path: Path, place: str) -> None:
+    """Other slots, other namespaces, and what people put there."""
+    put(tmp_path, place)
+
+    assert foreign_bytes(tmp_path) == BYTES
+
+
+def test_foreign_bytes_are_shared_by_the_ranks(tmp_path: Path) -> None:
+    """What others have leaves less for all ranks together: none of them loses all of it."""
+    put(tmp_path, "notes", 4 * BYTES)
+
+    assert foreign_bytes(tmp_path, local_ranks=4) == BYTES
+    assert foreign_bytes(tmp_path, rank=3, local_ranks=4) == BYTES
+
+
+def test_strange_files_in_a_rank_are_its_own_to_bear(tmp_path: Path) -> None:
+    """They lie in the part of the disk that this rank fills, and no other rank counts them."""
+    put(tmp_path, f"{OWN_SPACE}/r0/strange", 4 * BYTES)
+    tier = LocalNVMe(tmp_path, row_bytes=ROW_BYTES, rank=0, local_ranks=4)
+    list(tier.open(NAMESPACE))
+
+    assert 4 * BYTES <= tier.foreign_bytes <= 5 * BYTES  # with lock and index
+    assert foreign_bytes(tmp_path, rank=1, local_ranks=4) == 0
+    tier.close()
+
+
+def test_other_ranks_do_not_make_other_models_leave(tmp_path: Path) -> None:
+    """Room is made for the whole limit, of which what the own ranks hold is the use."""
+    other = LocalNVMe(tmp_path, row_bytes=ROW_BYTES, rank=0)
+    list(other.open(bytes(32)))
+    paths = [write(other, number) for number in range(16)]
+    other.close()
+    of_other = sum(path.stat().st_blocks * 512 for path in paths)
+    put(tmp_path, f"{OWN_SPACE}/r1/ab/object", 20 * BYTES)
+
+    def start(limit_bytes: int) -> None:
+        tier = LocalNVMe(
+            tmp_path, row_bytes=ROW_BYTES, rank=0, local_ranks=2, limit_bytes=limit_bytes
+        )
+        list(tier.open(NAMESPACE))
+        tier.close()
+
+    start(3 * of_other)
+    assert all(path.exists() for path in paths)  # less than half of the limit, if not of a share
+    start(of_other)
+    assert not any(path.exists() for path in paths)

@@ -319,3 +319,22 @@ def test_close_of_idle_threads_is_quick() -> None:
 
     assert mover.close(30) is True
     assert time.monotonic() - began < 10
+
+
+def test_who_wants_to_know_is_told_of_every_result() -> None:
+    """Also of those that need no thread: nobody has to ask in vain, or to wait."""
+    told = threading.Semaphore(0)
+    mover = Mover(
+        [memory()],
+        blocks_of_their_names(),
+        rank=0,
+        lanes=[LaneSettings(threads=1)],
+        on_result=told.release,
+    )
+    mover.submit(StoreJob(1, single(0)))
+    mover.submit(StoreJob(2, ()))
+
+    assert told.acquire(timeout=20)
+    assert told.acquire(timeout=20)
+    assert {job.job_id for job, _ in mover.take_results()} == {1, 2}
+    assert mover.close(20)

@@ -4,6 +4,7 @@ import random
 import struct
 from hashlib import sha256
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -216,3 +217,87 @@ def test_sizes_are_aligned_and_exact() -> None:
         count, row_bytes = random_source.randrange(1, 2000), random_source.randrange(1, 1 << 20)
         assert file_bytes(count, row_bytes) % ALIGNMENT == 0
         assert header_bytes(count) >= 128 + 40 * count
+
+
+# Objects of several kv groups.
+
+
+def shared(blocks: int, members: int, **changes: object) -> RecordHeader:
+    """The header of an object of that many members."""
+    one = header(blocks)
+    name = msgspec.structs.replace(one.name, members=members)
+    checks = tuple(range(1, blocks * members + 1))
+    fields = {"name": name, "checks": checks, **changes}
+    return msgspec.structs.replace(one, **fields)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "digest"),
+    [
+        (1, "17db5db3e07f900885b42862c6d52fbcc53ff07062e8ffcea5c5d2c1ed7f637e"),
+        (8, "114d8d77d3ce6db916141b68abd543842345eca75362fdb761c7ed23a92f0b57"),
+        (300, "be7293e3cc4e282bc8282a345cea80e0808c59882436d3e609228ad9b4003543"),
+    ],
+)
+def test_object_of_one_member_is_written_as_ever(blocks: int, digest: str) -> None:
+    """Files of a version that knew one kv group only stay readable: not a byte is different."""
+    assert sha256(encode_header(header(blocks))).hexdigest() == digest
+
+
+@given(
+    blocks=st.integers(1, 150), members=st.integers(1, 6), row_bytes=st.sampled_from([1000, 8192])
+)
+def test_number_of_members_comes_back(blocks: int, members: int, row_bytes: int) -> None:
+    """It is in the sizes: a scan of a directory finds the whole name again."""
+    wanted = shared(blocks, members, row_bytes=row_bytes)
+
+    data = encode_header(wanted)
+
+    assert len(data) == header_bytes(blocks, members)
+    assert announced_header_bytes(data[:ALIGNMENT]) == len(data)
+    assert parse_header(data) == wanted
+    assert wanted.row_count == wanted.name.row_count == blocks * members
+    payload_bytes = blocks * members * row_stride(row_bytes)
+    assert file_bytes(blocks, row_bytes, members) == len(data) + payload_bytes
+    assert (
+        expected_checks(
+            memoryview(data),
+            namespace=wanted.namespace,
+            rank=wanted.rank,
+            row_bytes=row_bytes,
+            name=wanted.name,
+        )
+        == wanted.checks
+    )
+
+
+@pytest.mark.parametrize("members", [1, 2, 4])
+def test_other_number_of_members_is_another_object(members: int) -> None:
+    """The same blocks for other groups are not what is asked for, and the error says so."""
+    found, wanted = shared(8, members), shared(8, 3)
+    fields = {
+        "namespace": wanted.namespace,
+        "rank": wanted.rank,
+        "row_bytes": wanted.row_bytes,
+        "name": wanted.name,
+    }
+
+    with pytest.raises(ChecksumMismatchError, match=r"other number of members$"):
+        expect_header(found, **fields)
+    with pytest.raises(ChecksumMismatchError):
+        expected_checks(memoryview(encode_header(found)), **fields)
+
+
+@pytest.mark.parametrize("payload_rows", [0, 7, 9, 15, 17, 8 * 200, 8 * MAX_BLOCKS])
+def test_forged_members_are_refused(payload_rows: int) -> None:
+    """A payload that does not fit the header names no members that nobody wrote."""
+    with pytest.raises(ChecksumMismatchError, match=r"contradict|cannot name"):
+        parse_header(forged(payload=payload_rows * row_stride(1000)))
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_number_of_checks_is_that_of_all_rows(members: int) -> None:
+    """One check value too few or too many would be one of another row."""
+    for count in (8 * members - 1, 8 * members + 1):
+        with pytest.raises(ValueError, match="does not have"):
+            encode_header(shared(8, members, checks=tuple(range(1, count + 1))))

@@ -78,8 +78,7 @@ def test_object_must_be_there_for_every_rank(tmp_path: Path) -> None:
     write(first, name(1), name(2))
     write(second, name(1))
 
-    assert shared.exists(name(1))
-    assert not shared.exists(name(2))
+    assert shared.present([name(1), name(2)]) == [True, False]
     assert set(shared.refresh().names) | {name(1)} == {name(1)}
 
 
@@ -88,7 +87,7 @@ def test_directory_that_is_not_there_is_empty(tmp_path: Path) -> None:
     shared = directory(tmp_path / "absent", 100)
 
     assert shared.refresh().names == ()
-    assert not shared.exists(name(1))
+    assert shared.present([name(1)]) == [False]
 
 
 def test_grants_never_pass_the_limit(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_directory_that_cannot_be_named_yet_is_named_later(
     monkeypatch.setattr(shared_keeper, "warnings", RateLimitedWarnings(shared_keeper.logger))
     (tmp_path / IDENTITY_NAME).write_text("half")
     keeper = _keeper(tmp_path, wants_identity=True)
-    wait_until(lambda: "cannot name the shared directory" in caplog.text, "a warning")
+    wait_until(lambda: "cannot name the shared tier" in caplog.text, "a warning")
     assert keeper.identity is None
     (tmp_path / IDENTITY_NAME).write_text("ab" * 16)
     wait_until(lambda: keeper.identity == "ab" * 16, "the name")

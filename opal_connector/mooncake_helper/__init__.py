@@ -1,0 +1,1 @@
+"""The process with Mooncake's library. Loads nothing else of this package: it starts often."""
