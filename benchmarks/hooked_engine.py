@@ -28,7 +28,7 @@ from opal_connector.integrations.vllm.messages import (
     WorkerFacts,
 )
 from opal_connector.keys import HASH_BYTES
-from opal_connector.managers import OpalKVCacheManager, OpalRequest
+from opal_connector.managers import OpalKVCacheManager, OpalRequest, one_table
 from opal_connector.transfers import JobResult
 
 BLOCK_TOKENS = 32
@@ -146,7 +146,7 @@ class Engine:
         job = self.manager.plan_store(
             request,
             full_blocks=block_count,
-            block_ids=range(block_count),
+            tables=one_table(range(block_count)),
             include_tail=True,
         )
         assert job is not None

@@ -99,7 +99,7 @@ class Bench:
         tensors = create_kv_cache_views(raw, shape.spec, BLOCK_COUNT, layout, place)
         caches = dict(zip(names, tensors, strict=True))
         views = block_views(caches, dict.fromkeys(names, page_bytes), BLOCK_COUNT)
-        self.paged: PagedBlocks = paged_blocks(views, BLOCK_COUNT)
+        self.paged: PagedBlocks = paged_blocks({0: views}, BLOCK_COUNT)
         self.tier = CPUMemory(
             allocate_host_rows(row_count=MOVED_BLOCKS, row_bytes=self.paged.row_bytes)
         )

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,10 @@ from opal_connector.cli.server_process import (
     opal_transfer_config,
     serve,
 )
+from opal_connector.integrations.lmcache.segments import segments_removed
 
 BLOCK_TOKENS = 32
+LMCACHE_MEMORY = ("--l1-size-gb", "1", "--eviction-policy", "LRU")
 _READY_SECONDS = 300.0
 ARGUMENTS = (
     *("--dtype", "float32"),
@@ -97,10 +99,19 @@ def opal_plan(model: Path, logs: Path, capacity: str = "1GiB") -> ServerPlan:
     return vllm_plan(model, logs, opal_transfer_config({"CPUMemory": {"capacity_GB": capacity}}))
 
 
+def opal_plan_by(python: str, model: Path, logs: Path, tiers: dict[str, Any]) -> ServerPlan:
+    """VLLM with Opal in these tiers, run by `python`."""
+    plan = vllm_plan(model, logs, opal_transfer_config(tiers))
+    environment = {**plan.environment, **_import_path()}
+    return PythonPlan(**{**vars(plan), "environment": environment, "python": python})
+
+
 @contextlib.contextmanager
-def lmcache_server(model: Path, logs: Path, python: str) -> Iterator[Server]:
+def lmcache_server(
+    model: Path, logs: Path, python: str, storage: Sequence[str] = LMCACHE_MEMORY
+) -> Iterator[Server]:
     """VLLM with LMCache's multi-process server, both run by `python`, with its default chunks."""
-    with _lmcache_process(logs, python) as (pid, port):
+    with segments_removed(), _lmcache_process(logs, python, storage) as (pid, port):
         plan = PythonPlan(
             model=model,
             log_path=logs / "server.log",
@@ -125,19 +136,24 @@ def lmcache_server(model: Path, logs: Path, python: str) -> Iterator[Server]:
             yield server
 
 
+def _import_path() -> dict[str, str]:
+    """Lets another interpreter import this checkout's package."""
+    path = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(part for part in path if part)}
+
+
 @contextlib.contextmanager
-def _lmcache_process(logs: Path, python: str) -> Iterator[tuple[int, int]]:
+def _lmcache_process(logs: Path, python: str, storage: Sequence[str]) -> Iterator[tuple[int, int]]:
     port, http_port, metrics_port = free_port(), free_port(), free_port()
     command = [str(Path(python).parent / "lmcache"), "server"]
     command += ["--host", HOST, "--port", str(port), "--http-host", HOST]
     command += ["--http-port", str(http_port), "--prometheus-port", str(metrics_port)]
-    command += ["--l1-size-gb", "1", "--eviction-policy", "LRU", "--chunk-size", "256"]
-    command += ["--supported-transfer-mode", "lmcache_driven"]
+    command += ["--chunk-size", "256", "--supported-transfer-mode", "lmcache_driven", *storage]
     log_path = logs / "lmcache.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             command,
-            env={**os.environ, "LMCACHE_TRACK_USAGE": "false"},
+            env={**os.environ, **_import_path(), "LMCACHE_TRACK_USAGE": "false"},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -21,6 +21,7 @@ from opal_connector.keys import (
     OpalCacheEngineKey,
     OpalEngineMetadata,
     RequestIdentity,
+    plain_layout,
 )
 from opal_connector.managers import (
     LookupResult,
@@ -29,6 +30,7 @@ from opal_connector.managers import (
     Space,
     build_manager,
     object_key,
+    one_table,
     tier_space,
 )
 from opal_connector.sharing import link_shared_tier
@@ -41,8 +43,9 @@ from opal_connector.tiers import (
     Tier,
     allocate_host_rows,
     file_bytes,
-    make_file_tier,
+    make_keyed_tier,
 )
+from opal_connector.tiers.engines import check_engine_libraries
 from opal_connector.transfers import JobResult
 
 logger = logging.getLogger(__name__)
@@ -67,6 +70,7 @@ class OpalKVCacheEngine:
         rank: int = 0,
         with_events: bool = False,
     ) -> None:
+        check_engine_libraries(config)
         self.metadata = metadata
         self._rank = rank
         self._paged = paged
@@ -93,8 +97,7 @@ class OpalKVCacheEngine:
             )
         self.manager = build_manager(
             config,
-            kind="full_attention",
-            block_tokens=metadata.block_tokens,
+            layout=plain_layout(metadata.block_tokens),
             chunk_blocks=chunk_blocks,
             spaces=spaces,
             log=EventLog(enabled=with_events),
@@ -154,8 +157,9 @@ class OpalKVCacheEngine:
         first = num_computed_tokens // self._block_tokens
         mask = np.zeros(len(tokens), dtype=np.bool_)
         if result.state is LookupState.HIT:
-            destinations = block_ids[first : first + result.block_count]
-            job = self.manager.plan_load(request, destinations)
+            job = self.manager.plan_load(
+                request, one_table(block_ids), first_block=first, block_count=result.block_count
+            )
             outcome = self._run(job)
             loaded = sum(
                 len(item.block_ids)
@@ -182,7 +186,7 @@ class OpalKVCacheEngine:
         job = self.manager.plan_store(
             request,
             full_blocks=len(request.chain.hashes),
-            block_ids=block_ids,
+            tables=one_table(block_ids),
             include_tail=True,
             tokens=tokens,
         )
@@ -275,9 +279,9 @@ class OpalKVCacheEngine:
 
 def _make_tier(config: OpalConfig, name: str, *, row_bytes: int, rank: int) -> tuple[Tier, int]:
     """A tier and its capacity in bytes."""
-    settings = config.file_tier(name)
+    settings = config.keyed_tier(name)
     if settings is not None:
-        return make_file_tier(settings, row_bytes=row_bytes, rank=rank)
+        return make_keyed_tier(name, settings, row_bytes=row_bytes, rank=rank)
     capacity = config.tier(name).capacity_GB
     capacity_bytes = _DEFAULT_CAPACITY_BYTES if capacity is None else parse_size_bytes(capacity)
     rows = allocate_host_rows(row_count=capacity_bytes // row_bytes, row_bytes=row_bytes)

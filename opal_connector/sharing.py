@@ -1,32 +1,51 @@
-"""Links the books of one instance with the keeper of a directory that it shares with others."""
+"""Links the books of one instance with the keeper of a tier that it shares with others."""
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
-from opal_connector.config import OpalConfig
-from opal_connector.managers import OpalKVCacheManager, SharedSpace
-from opal_connector.tiers import Need, SharedDirectory, SharedKeeper
-from opal_connector.transfers import SharedNews
+from opal_connector.config import EngineTierConfig, OpalConfig
+from opal_connector.managers import OpalStorageManager, SharedSpace
+from opal_connector.managers.records import ObjectKey
+from opal_connector.tiers import Need, SharedKeeper, make_shared_medium
+from opal_connector.transfers import Question, SharedNews
 
 _PATIENCE_SECONDS = 10.0  # for a keeper whose directory hangs
-_IDLE_SLICE = 64  # objects that are written into the books of an idle instance at once
+_SLICE = 16  # objects that are written into the books at once
+_HEARING_SECONDS = 0.001  # of a step, for what nobody waits for
+
+
+class SharedTierBooks(Protocol):
+    """The books, as far as they speak of a shared tier. `OpalKVCacheManager` is one."""
+
+    storage: OpalStorageManager
+
+    def take_questions(self) -> list[Question]:
+        """What lookups want to know, since the last call."""
+
+    def hear(self, news: SharedNews, now: float) -> None:
+        """Take note of what the keeper has found out."""
+
+    def is_held(self, key: bytes) -> bool:
+        """Whether some copy of an object is promised or in motion."""
 
 
 class SharedTierLink:
     """Carries questions and needs to the keeper and its news to the books.
 
-    News that nobody has polled for a while are heard in the keeper's thread: an instance that
-    stands idle goes on saying what is where. Mutable state: whether an answer is due, and since
-    when, guarded by `_turn`; whoever polls and finds the other at it goes on. Nothing here waits.
+    Answers are heard at once, and what was found otherwise a little at a time. News that nobody has
+    polled for a while are heard in the keeper's thread: an instance that stands idle goes on saying
+    what is where. Mutable state: what was not heard yet, whether an answer is due, and since when,
+    guarded by `_turn`; whoever polls and finds the other at it goes on. Nothing here waits.
     """
 
     def __init__(
         self,
-        manager: OpalKVCacheManager,
+        manager: SharedTierBooks,
         keeper: SharedKeeper,
         space: SharedSpace,
         *,
@@ -39,6 +58,7 @@ class SharedTierLink:
         self._ranks = ranks
         self._clock = clock
         self._turn = threading.Lock()
+        self._unheard: deque[SharedNews] = deque()
         self._is_renewing = False
         self._asked_at = float("-inf")
         self._open_questions = 0
@@ -60,9 +80,8 @@ class SharedTierLink:
         if not self._turn.acquire(blocking=False):
             return
         try:
-            if self._keeper.has_news:
-                for news in self._keeper.take_news():
-                    self._hear(news)
+            if self._keeper.has_news or self._unheard:
+                self._hear_a_little()
             self._ask()
         finally:
             self._turn.release()
@@ -71,18 +90,37 @@ class SharedTierLink:
         """End the keeper."""
         self._keeper.close(unused_bytes=self._promised_bytes)
 
+    def _take(self) -> None:
+        """Queue the keeper's news, in parts that a scheduler's step can hear."""
+        for news in self._keeper.take_news():
+            if news.answered:
+                self._unheard.appendleft(news)  # somebody waits for it
+                continue
+            first, *rest = slices(news, _SLICE)
+            (self._unheard.appendleft if news.is_grant else self._unheard.append)(first)
+            self._unheard.extend(rest)
+
+    def _hear_a_little(self) -> None:
+        """Answers, and as much of the rest as there is time for in a step."""
+        self._take()
+        deadline = time.perf_counter() + _HEARING_SECONDS
+        while self._unheard and (self._unheard[0].answered or time.perf_counter() < deadline):
+            self._hear(self._unheard.popleft())
+
     def _hear_while_idle(self) -> None:
         """What nobody has polled for, a little at a time. In the keeper's thread."""
         with self._turn:
-            for news in self._keeper.take_news():
-                for part in slices(news, _IDLE_SLICE):
-                    self._hear(part)
+            self._take()
+            while self._unheard:
+                self._hear(self._unheard.popleft())
 
     def _hear(self, news: SharedNews) -> None:
         self._is_renewing = self._is_renewing and not news.is_grant
         self._open_questions -= len(news.answered)
         granted_bytes = news.granted_bytes // self._ranks
-        news = msgspec.structs.replace(news, granted_bytes=granted_bytes)
+        # What was seen before the tier was emptied is not there any more.
+        found = news.found if news.generation == self._keeper.generation() else ()
+        news = msgspec.structs.replace(news, granted_bytes=granted_bytes, found=found)
         self._manager.hear(news, self._clock())
 
     def _ask(self) -> None:
@@ -107,34 +145,42 @@ def slices(news: SharedNews, size: int) -> Iterator[SharedNews]:
     """The same news in parts of so many objects; answers and grants come with the first."""
     yield msgspec.structs.replace(news, found=news.found[:size], gone=news.gone[:size])
     for start in range(size, max(len(news.found), len(news.gone)), size):
-        stop = start + size
-        yield SharedNews(news.tier, found=news.found[start:stop], gone=news.gone[start:stop])
+        found, gone = news.found[start : start + size], news.gone[start : start + size]
+        yield SharedNews(news.tier, found=found, gone=gone, generation=news.generation)
 
 
 def link_shared_tier(
     config: OpalConfig,
-    manager: OpalKVCacheManager,
+    manager: SharedTierBooks,
     *,
     namespace: bytes,
     ranks: int,
     clock: Callable[[], float] = time.monotonic,
 ) -> SharedTierLink | None:
     """The link for the configured shared tier, with its keeper started; None without one."""
-    settings = config.DistributedFS
-    for place, tier in enumerate(manager.storage.tiers):
-        if isinstance(tier.space, SharedSpace) and settings.path is not None:
-            directory = SharedDirectory(
-                Path(settings.path).expanduser(),
-                namespace=namespace,
-                ranks=ranks,
-                limit_bytes=tier.space.capacity_bytes,
-            )
-            keeper = SharedKeeper(
-                directory,
-                tier=place,
-                refresh_seconds=settings.refresh_seconds,
-                is_held=manager.is_held,
-                wants_identity=config.events is not None,
-            )
-            return SharedTierLink(manager, keeper, tier.space, ranks=ranks, clock=clock)
-    return None
+    shared = config.shared_tier()
+    if shared is None:
+        return None
+    name, settings = shared
+    place = config.kvc_tiers.index(name)
+    tier = manager.storage.tiers[place]
+    assert isinstance(tier.space, SharedSpace)
+    medium = make_shared_medium(
+        name,
+        settings,
+        namespace=namespace,
+        ranks=ranks,
+        limit_bytes=tier.space.capacity_bytes,
+        knows=lambda key: tier.index.knows(ObjectKey(key)),
+        known_keys=tier.index.readable_keys,
+    )
+    keeper = SharedKeeper(
+        medium,
+        tier=place,
+        refresh_seconds=settings.refresh_seconds,
+        is_held=manager.is_held,
+        wants_identity=config.events is not None,
+        begins_with_refresh=isinstance(settings, EngineTierConfig),
+        generation=lambda: tier.leaving.wipe.generation,
+    )
+    return SharedTierLink(manager, keeper, tier.space, ranks=ranks, clock=clock)

@@ -8,6 +8,8 @@ from enum import StrEnum
 
 import msgspec
 
+from opal_connector.keys import HASH_BYTES
+
 
 class FailureKind(StrEnum):
     """Why an object could not be moved. The value is a metric label."""
@@ -27,27 +29,63 @@ class FailureKind(StrEnum):
 class ObjectName(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An object's identity in its namespace, complete enough to write and to check a file.
 
-    `run` is the concatenation of the hashes of its blocks; the last one names the object.
+    `run` is the concatenation of the hashes of its blocks; the last one names the object. Each of
+    its `members`, kv groups that are cached as one, has a row for every block: first those of the
+    first member, then those of the next.
     """
 
     group: int
     parent_hash: bytes
     run: bytes
+    members: int = 1
 
     @property
     def chunk_hash(self) -> bytes:
         """The digest that names the object."""
-        return self.run[-32:]
+        return self.run[-HASH_BYTES:]
+
+    @property
+    def block_count(self) -> int:
+        """Blocks that every member has."""
+        return len(self.run) // HASH_BYTES
+
+    @property
+    def row_count(self) -> int:
+        """Rows of all members together."""
+        return self.block_count * self.members
+
+    @property
+    def stamps(self) -> bytes:
+        """What seeds the check values of its rows."""
+        return row_stamps(self.run, self.members, self.group)
+
+
+def row_stamps(run: bytes, members: int, group: int = 0) -> bytes:
+    """32 bytes for every row of an object over `run`: the block's hash, and whose row it is."""
+    if members == 1 and not group:
+        return run
+    stamps = bytearray(run * members)
+    if group:
+        stamps[2::HASH_BYTES] = bytes(byte ^ (group & 0xFF) for byte in stamps[2::HASH_BYTES])
+    for member in range(1, members):
+        start, stop = member * len(run), (member + 1) * len(run)
+        low, high = member & 0xFF, member >> 8
+        stamps[start:stop:HASH_BYTES] = bytes(byte ^ low for byte in run[::HASH_BYTES])
+        if high:
+            start += 1
+            stamps[start:stop:HASH_BYTES] = bytes(byte ^ high for byte in run[1::HASH_BYTES])
+    return bytes(stamps)
 
 
 class ObjectTransfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One object's part of a job.
 
-    `tier_rows[i]` in tier `tier` holds, or will hold, the bytes of the paged KV block
-    `block_ids[i]` of kv group `group`; `stamps` is the concatenation of those blocks' hashes. In a
-    tier of files, rows are positions of blocks in the object's file, and `name` says which.
+    `tier_rows[i]` in tier `tier` holds, or will hold, the bytes of the paged KV block at address
+    `block_ids[i]`: the block's number, and with several kv groups the number of its kv group times
+    the number of all blocks in addition. `stamps` are those of these rows, see `row_stamps`. In a
+    tier of files, rows are positions in the object's file, and `name` says which.
 
-    `kept_rows`, if any, are rows of tier `kept_tier`, one for every block of the object, into
+    `kept_rows`, if any, are rows of tier `kept_tier`, one for every row of the object, into
     which a load from a file reads the whole object, so that it stays there as a copy.
     """
 
@@ -162,13 +200,15 @@ class Question(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a shared tier may hold of a sequence, beyond what is known.
 
     `chain` are whole chunks in order, of which only a beginning without a gap is of use; `tails`
-    are what may stand behind all of them, the longest first, of which one is of use.
+    are what may stand behind all of them, the longest first, of which one is of use; `singles` are
+    of use each by itself.
     """
 
     question_id: int
     tier: int
     chain: tuple[ObjectName, ...]
     tails: tuple[ObjectName, ...]
+    singles: tuple[ObjectName, ...] = ()
 
 
 class SharedNews(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -176,7 +216,8 @@ class SharedNews(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     `answered` names questions; `found` are objects that are there, `gone` keys of objects that are
     not any more. With `is_grant`, `granted_bytes` may be written in addition; `was_crowded` says
-    that others had to go for it, or that there was no room.
+    that others had to go for it, or that there was no room. `generation` is that of the tier's
+    wipes when it was looked.
     """
 
     tier: int
@@ -186,13 +227,15 @@ class SharedNews(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is_grant: bool = False
     granted_bytes: int = 0
     was_crowded: bool = False
+    generation: int = 0
 
 
 class InventoryPage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Objects that a tier had before this process, the least recently used first.
 
-    `is_last` ends the pages of one rank and tier. `foreign_bytes` is what lies under the tier's
-    directory besides this rank's own files, for the last page to say.
+    `is_last` ends the pages of one rank and tier. `foreign_bytes` is what this rank has less room
+    for because of what others have under the tier's directory, for the last page to say. It also
+    says whether the tier `is_borrowed`: its objects are those that another rank stores, and names.
     """
 
     tier: int
@@ -200,3 +243,4 @@ class InventoryPage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     names: tuple[ObjectName, ...] = ()
     is_last: bool = False
     foreign_bytes: int = 0
+    is_borrowed: bool = False

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from opal_connector.events import Copy, Delete, EventLog, Insert, KVCEvent, Move, ObjectFact
 from opal_connector.eviction import LRUPolicy
-from opal_connector.keys import OpalTokenDatabase
+from opal_connector.keys import AttentionGroup, OpalTokenDatabase, plain_layout
 from opal_connector.managers import (
     FullAttentionManager,
     OpalKVCacheManager,
@@ -20,6 +20,7 @@ from opal_connector.managers import (
     OpalStorageManager,
     TierPool,
     Unitary,
+    one_table,
 )
 from opal_connector.managers.watermarks import TierLimits
 from opal_connector.tiers import PagedBlocks, TierStore
@@ -27,6 +28,7 @@ from opal_connector.transfers import JobResult, LoadJob, ObjectTransfer, StoreJo
 
 BLOCK_TOKENS = 2
 ROW_BYTES = 24
+COMPUTED_IDS = 1 << 20  # paged blocks of what the host has computed, see `plan_load`
 Row = NDArray[np.uint8]
 
 
@@ -171,7 +173,9 @@ def make_manager(
         log,
     )
     single_type = FullAttentionManager(
-        group=0, chunk_blocks=chunk_blocks, save_unfull_chunk=save_unfull_chunk
+        attention=AttentionGroup(block_tokens=BLOCK_TOKENS),
+        chunk_tokens=chunk_blocks * BLOCK_TOKENS,
+        save_unfull_chunk=save_unfull_chunk,
     )
     return OpalKVCacheManager(
         database=OpalTokenDatabase(
@@ -180,7 +184,7 @@ def make_manager(
             save_unfull_chunk=save_unfull_chunk,
         ),
         storage=storage,
-        coordinator=Unitary(storage, [single_type]),
+        coordinator=Unitary(storage, [single_type], plain_layout(BLOCK_TOKENS)),
         ranks=ranks,
     )
 
@@ -203,8 +207,21 @@ def plan(
     """Plan to store all that the request has; its paged blocks are numbered from 0."""
     count = len(request.chain.hashes)
     return manager.plan_store(
-        request, full_blocks=count, block_ids=range(count), include_tail=include_tail
+        request, full_blocks=count, tables=one_table(range(count)), include_tail=include_tail
     )
+
+
+def plan_load(
+    manager: OpalKVCacheManager, request: OpalRequest, ids: Iterable[int], computed: int = 0
+) -> LoadJob:
+    """Plan to fill the paged blocks `ids` with what follows the `computed` blocks.
+
+    Those that are computed lie in blocks of their own, which no load may name.
+    """
+    wanted = list(ids)
+    before = range(COMPUTED_IDS, COMPUTED_IDS + computed)
+    tables = one_table([*before, *wanted])
+    return manager.plan_load(request, tables, first_block=computed, block_count=len(wanted))
 
 
 def done(job: StoreJob | LoadJob | None, **failed: object) -> JobResult:

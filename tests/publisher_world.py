@@ -34,7 +34,7 @@ from opal_connector.events.channel import (
     encode_message,
 )
 from opal_connector.integrations.vllm.book_facts import BookFacts
-from opal_connector.managers import OpalKVCacheManager
+from opal_connector.managers import OpalKVCacheManager, one_table
 
 Present = dict[tuple[int, str], set[bytes]]
 PATIENCE_SECONDS = 20.0
@@ -253,7 +253,7 @@ def shuffle(manager: OpalKVCacheManager, world: World, generator: random.Random)
     length = generator.randrange(1, 8)
     request = start(manager, range(family, family + length), f"r{generator.random()}")
     job = manager.plan_store(
-        request, full_blocks=length, block_ids=range(length), include_tail=True
+        request, full_blocks=length, tables=one_table(range(length)), include_tail=True
     )
     world.hand_over(job)
     world.hand_over(manager.plan_upkeep())

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 
-from fakes import replay, start
+from fakes import plan_load, replay, start
 from tier_world import World, file_bytes, tiered_manager
 
 from opal_connector.events import KVCEvent, ObjectFact
-from opal_connector.managers import OpalKVCacheManager, OpalRequest
+from opal_connector.managers import OpalKVCacheManager, OpalRequest, one_table
 from opal_connector.transfers import (
     CopyJob,
     FailureKind,
@@ -59,7 +59,7 @@ class Bench:
         request = start(self.manager, blocks)
         count = len(request.chain.hashes)
         job = self.manager.plan_store(
-            request, full_blocks=count, block_ids=range(count), include_tail=True
+            request, full_blocks=count, tables=one_table(range(count)), include_tail=True
         )
         self.manager.end_request(request)
         return job
@@ -78,7 +78,7 @@ class Bench:
     def load(self, blocks: Iterable[int]) -> LoadJob:
         """A load that is not executed."""
         request, count = self.look(blocks)
-        job = self.manager.plan_load(request, range(100, 100 + count))
+        job = plan_load(self.manager, request, range(100, 100 + count))
         self.manager.end_request(request)
         return job
 

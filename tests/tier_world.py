@@ -9,7 +9,7 @@ from fakes import BLOCK_TOKENS, ROW_BYTES
 
 from opal_connector.events import EventLog
 from opal_connector.eviction import LRUPolicy
-from opal_connector.keys import HASH_BYTES, OpalTokenDatabase
+from opal_connector.keys import HASH_BYTES, AttentionGroup, OpalTokenDatabase, plain_layout
 from opal_connector.managers import (
     FileSpace,
     FullAttentionManager,
@@ -40,9 +40,9 @@ HEADER_BYTES = 8
 Job = LoadJob | StoreJob | CopyJob | DropJob
 
 
-def file_bytes(blocks: int) -> int:
+def file_bytes(blocks: int, members: int = 1) -> int:
     """The size of a file in this world."""
-    return HEADER_BYTES + blocks * ROW_BYTES
+    return HEADER_BYTES + blocks * members * ROW_BYTES
 
 
 def hashes_of(run: bytes) -> list[bytes]:
@@ -79,11 +79,15 @@ def tiered_manager(
         ],
         log,
     )
-    single_type = FullAttentionManager(group=0, chunk_blocks=chunk_blocks, save_unfull_chunk=True)
+    single_type = FullAttentionManager(
+        attention=AttentionGroup(block_tokens=BLOCK_TOKENS),
+        chunk_tokens=chunk_blocks * BLOCK_TOKENS,
+        save_unfull_chunk=True,
+    )
     return OpalKVCacheManager(
         database=OpalTokenDatabase(block_tokens=BLOCK_TOKENS, chunk_blocks=chunk_blocks),
         storage=storage,
-        coordinator=Unitary(storage, [single_type]),
+        coordinator=Unitary(storage, [single_type], plain_layout(BLOCK_TOKENS)),
         rules=[
             TierRules(write="off", admission="always"),
             *(TierRules(write=write, admission=admission) for write in writes),
@@ -145,7 +149,7 @@ class World:
             every = () if jobs is None else (jobs,)
         self.tickets += [Ticket(job, rank) for job in every for rank in range(len(self.ranks))]
 
-    def pages(self, place: int, rank: int) -> list[InventoryPage]:
+    def pages(self, place: int, rank: int, foreign_bytes: int = 0) -> list[InventoryPage]:
         """What a rank finds in a tier of files when it opens it, in two pages."""
         names = [name for name, is_whole in self.ranks[rank].files[place].items() if is_whole]
         # What has no readable header is no object, and is deleted by whoever opens the tier.
@@ -153,7 +157,9 @@ class World:
         half = len(names) // 2
         return [
             InventoryPage(place, rank, tuple(names[:half])),
-            InventoryPage(place, rank, tuple(names[half:]), is_last=True),
+            InventoryPage(
+                place, rank, tuple(names[half:]), is_last=True, foreign_bytes=foreign_bytes
+            ),
         ]
 
     def end_late_copies(self, count: int) -> None:

@@ -18,24 +18,29 @@ from opal_connector.cli.demo_report import show, summarize, verdict
 from opal_connector.cli.demo_runs import (
     Measurement,
     demo_prompt,
+    device_blocks,
     measure,
     measure_cold,
     measure_elsewhere,
 )
+from opal_connector.cli.demo_stores import DEMO_STORES, DemoStore, running_store
 from opal_connector.cli.errors import CommandError, CommandFailure, plain_failures
 from opal_connector.cli.machine import machine_facts
-from opal_connector.cli.models import SMOLLM2_LAYERS, ensure_smollm2
+from opal_connector.cli.model_library import (
+    SMOLLM2,
+    SMOLLM2_LAYERS,
+    ensure_named,
+    ensure_smollm2,
+    model_names,
+)
 from opal_connector.cli.progress import ConsoleReporter, Reporter
 from opal_connector.cli.server_process import ServerPlan, kill, opal_transfer_config, serve
 from opal_connector.config import TIER_NAMES, ConfigError, OpalConfig, load_config
 
-_BLOCK_TOKENS: Final = 32
 # Below this, the last block of a prompt, which is always computed, is more than 5 % of it.
 _PROMPT_TOKENS_MIN: Final = 640
 _PROMPT_TOKENS_MAX: Final = 4000
 _SERVER_ARGUMENTS: Final = (
-    *("--dtype", "float32"),
-    *("--block-size", str(_BLOCK_TOKENS)),
     *("--max-model-len", "4096"),
     *("--max-num-seqs", "8"),
     "--enforce-eager",
@@ -60,6 +65,9 @@ def _log_file(chosen: Path | None) -> Iterator[Path]:
     path.unlink()
 
 
+_STANDARD_OUTPUT = Path("-")
+
+
 def _writable(_ctx: click.Context, _parameter: click.Parameter, path: Path | None) -> Path | None:
     """Refuses a file in a directory that is not there, before minutes are spent."""
     if path is not None and not path.absolute().parent.is_dir():
@@ -72,9 +80,18 @@ def _writable(_ctx: click.Context, _parameter: click.Parameter, path: Path | Non
     "--json",
     "json_file",
     type=click.Path(dir_okay=False, path_type=Path),
+    is_flag=False,
+    flag_value=_STANDARD_OUTPUT,
     callback=_writable,
-    metavar="FILE",
-    help="Write the figures to a file, too.",
+    metavar="[FILE]",
+    help="Write the figures to a file, too; without a name print them, and nothing else.",
+)
+@click.option(
+    "--model",
+    "model_name",
+    type=click.Choice(model_names()),
+    metavar="NAME",
+    help=f"One of `opal models list`. [default: {SMOLLM2}]",
 )
 @click.option(
     "--layers",
@@ -103,6 +120,12 @@ def _writable(_ctx: click.Context, _parameter: click.Parameter, path: Path | Non
     help="Two servers on one directory: cold on one, warm on the other.",
 )
 @click.option(
+    "--tier",
+    "store_kind",
+    type=click.Choice(list(DEMO_STORES)),
+    help="With --share: through such a store, which the demo runs, in place of the directory.",
+)
+@click.option(
     "--cluster",
     "scene",
     flag_value="cluster",
@@ -117,14 +140,20 @@ def _writable(_ctx: click.Context, _parameter: click.Parameter, path: Path | Non
 )
 def demo(
     json_file: Path | None,
+    model_name: str | None,
     layers: int | None,
     prompt_tokens: int,
     tiers: str | None,
     scene: str | None,
+    store_kind: str | None,
     server_log: Path | None,
 ) -> None:
     """Serve a small real model on the CPU and see a long prompt hit Opal's tiers."""
+    if store_kind is not None and (scene != "share" or tiers is not None):
+        raise CommandError("--tier: it goes with --share, and without --tiers.")
     if scene == "cluster":
+        if model_name is not None:
+            raise CommandError(f"--model: --cluster runs {SMOLLM2}; leave it out.")
         _demonstrate_cluster(json_file, layers, server_log, tiers=tiers)
         return
     names = tuple((tiers or _DEFAULT_TIERS[scene]).split(","))
@@ -133,28 +162,34 @@ def demo(
         plain_failures(extra="demo"),
         _log_file(server_log) as log_path,
         tempfile.TemporaryDirectory(prefix="opal-demo-") as directory,
+        _store(store_kind, Path(directory), reporter) as store,
     ):
-        extra = _settings(names, Path(directory))
+        if store is not None:
+            names = ("CPUMemory", store.tier)
+        extra = _settings(names, Path(directory), store)
         try:
             load_config(extra)
         except ConfigError as error:
             raise CommandError(f"{error}.") from error
         import opal_connector.cli.server_client  # noqa: F401 - what is missing is told first
 
-        model = ensure_smollm2(layers, reporter=reporter)
+        model, settings = ensure_named(model_name or SMOLLM2, layers, reporter=reporter)
         prompt = demo_prompt(model / "tokenizer.json", prompt_tokens)
         plan = ServerPlan(
             model=model,
             log_path=log_path,
             transfer_config=opal_transfer_config(extra),
-            arguments=_SERVER_ARGUMENTS,
-            environment={"VLLM_CPU_KVCACHE_SPACE": "1"},
+            arguments=(*settings.arguments(), *_SERVER_ARGUMENTS),
+            environment={"VLLM_CPU_KVCACHE_SPACE": "1", **(store.environment if store else {})},
         )
         measurement = _SCENES[scene](plan, prompt, names, reporter)
+        if json_file is not None:
+            measurement.num_gpu_blocks_without_opal = _blocks_without_opal(plan, reporter)
         report = summarize(measurement, model=model.name, machine=machine_facts())
         if json_file is not None:
-            json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-        show(report, measurement.cold.text)
+            _write(json_file, report)
+        if json_file != _STANDARD_OUTPUT:
+            show(report, measurement.cold.text)
         if complaint := verdict(report):
             raise CommandFailure(f"{complaint} The server's log is {log_path}.")
 
@@ -183,18 +218,41 @@ def _demonstrate_cluster(
             machine=machine_facts(),
         )
         if json_file is not None:
-            json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-        demo_cluster_report.show_cluster(report)
+            _write(json_file, report)
+        if json_file != _STANDARD_OUTPUT:
+            demo_cluster_report.show_cluster(report)
         if wrong := demo_cluster_report.complaint(report):
             raise CommandFailure(f"{wrong} The servers' log is {log_path}.")
 
 
-def _settings(names: tuple[str, ...], directory: Path) -> dict[str, Any]:
+def _write(json_file: Path, report: msgspec.Struct) -> None:
+    text = msgspec.json.format(msgspec.json.encode(report)).decode()
+    if json_file == _STANDARD_OUTPUT:
+        print(text)
+    else:
+        json_file.write_text(f"{text}\n")
+
+
+@contextlib.contextmanager
+def _store(kind: str | None, directory: Path, reporter: Reporter) -> Iterator[DemoStore | None]:
+    if kind is None:
+        yield None
+        return
+    with running_store(kind, directory, reporter) as store:
+        yield store
+
+
+def _settings(
+    names: tuple[str, ...], directory: Path, store: DemoStore | None = None
+) -> dict[str, Any]:
     """A small capacity for every tier, and a directory where it needs one."""
     settings: dict[str, Any] = {"kvc_tiers": list(names)}
     for name in names:
+        if store is not None and name == store.tier:
+            settings[name] = store.settings
+            continue
         settings[name] = {"capacity_GB": _TIER_CAPACITY}
-        if name in TIER_NAMES and OpalConfig().file_tier(name) is not None:
+        if name in TIER_NAMES and OpalConfig().keyed_tier(name) is not None:
             settings[name]["path"] = str(directory / name)
     return {name: value for name, value in settings.items() if name in {"kvc_tiers", *TIER_NAMES}}
 
@@ -207,6 +265,21 @@ def _one_server(
 
     with serve(plan, reporter) as server, ServerClient(server.url) as client:
         return measure(client, prompt, reporter)
+
+
+def _blocks_without_opal(plan: ServerPlan, reporter: Reporter) -> int | None:
+    """How many blocks the same model has on the device when there is no connector.
+
+    A connector that vLLM does not trust with several kv groups costs a hybrid model most of them.
+    """
+    from opal_connector.cli.server_client import ServerClient
+
+    log_path = plan.log_path.with_suffix(".without.log")
+    plain = dataclasses.replace(plan, transfer_config=None, log_path=log_path)
+    with serve(plain, reporter) as server, ServerClient(server.url) as client:
+        count = device_blocks(client.samples())
+    log_path.unlink(missing_ok=True)
+    return count
 
 
 def _killed_and_restarted(

@@ -12,7 +12,10 @@ HIT_FRACTION_MIN: Final = 0.95
 
 
 class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--json` writes. Times are seconds to the first token; several are given by median."""
+    """What `--json` writes. Times are seconds to the first token; several are given by median.
+
+    The blocks are those of vLLM's device: beside Opal, and without a connector.
+    """
 
     cold_ttft_s: float
     warm_ttft_s: float
@@ -27,6 +30,8 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     machine: MachineFacts
     warm_ttfts_s: list[float]
     device_ttfts_s: list[float]
+    num_gpu_blocks: int | None
+    num_gpu_blocks_without_opal: int | None
 
 
 def summarize(measurement: Measurement, *, model: str, machine: MachineFacts) -> DemoReport:
@@ -51,6 +56,8 @@ def summarize(measurement: Measurement, *, model: str, machine: MachineFacts) ->
         machine=machine,
         warm_ttfts_s=[round(seconds, 4) for seconds in warm],
         device_ttfts_s=[round(seconds, 4) for seconds in device],
+        num_gpu_blocks=measurement.num_gpu_blocks,
+        num_gpu_blocks_without_opal=measurement.num_gpu_blocks_without_opal,
     )
 
 
@@ -62,6 +69,11 @@ def verdict(report: DemoReport) -> str | None:
         return (
             f"Only {report.hit_fraction:.1%} of the prompt came from Opal's tiers; "
             f"at least {HIT_FRACTION_MIN:.0%} should."
+        )
+    if report.num_gpu_blocks_without_opal not in (None, report.num_gpu_blocks):
+        return (
+            f"The device has {report.num_gpu_blocks} blocks with Opal and "
+            f"{report.num_gpu_blocks_without_opal} without: vLLM's hybrid memory manager is off."
         )
     return None
 

@@ -24,12 +24,17 @@ _UNRELATED_PROMPT: Final = "Good morning! The weather today is"
 
 @dataclass
 class Measurement:
-    """The answers of one demo, and the prompt tokens that each warm one took from tiers."""
+    """The answers of one demo, and the prompt tokens that each warm one took from tiers.
+
+    With them how many blocks vLLM has on the device, beside Opal and alone, as far as known.
+    """
 
     cold: "Answer"
     device: list["Answer"] = field(default_factory=list)
     warm: list["Answer"] = field(default_factory=list)
     warm_hits: list[dict[str, int]] = field(default_factory=list)
+    num_gpu_blocks: int | None = None
+    num_gpu_blocks_without_opal: int | None = None
 
 
 class Client(Protocol):
@@ -75,7 +80,17 @@ def measure(client: Client, prompt: str, reporter: Reporter) -> Measurement:
             measurement.warm.append(answer)
             measurement.warm_hits.append(hits)
             advance(1)
+    measurement.num_gpu_blocks = device_blocks(client.samples())
     return measurement
+
+
+def device_blocks(samples: list[Sample]) -> int | None:
+    """How many blocks of KV cache vLLM says its device has; it counts them for all kv groups."""
+    for sample in samples:
+        if sample.name == "vllm:cache_config_info":
+            count = sample.labels.get("num_gpu_blocks", "")
+            return int(count) if count.isdigit() else None
+    return None
 
 
 def _complete_counted(client: Client, prompt: str) -> tuple["Answer", dict[str, int]]:
@@ -123,7 +138,7 @@ def measure_cold(
     with reporter.step("cold: computing the whole prompt", total=None):
         answer = client.complete(prompt, max_tokens=_OUTPUT_TOKENS)
     with reporter.step(f"waiting until {tiers[-1]} has it", total=None):
-        _await_stored(client, tiers[-1])
+        _await_stored(client, tiers)
     return answer
 
 
@@ -144,17 +159,19 @@ def measure_elsewhere(
             time.sleep(_SETTLE_SECONDS)
             measurement.device.append(client.complete(prompt, max_tokens=_OUTPUT_TOKENS))
         advance(1)
+    measurement.num_gpu_blocks = device_blocks(client.samples())
     return measurement
 
 
-def _await_stored(client: Client, tier: str) -> None:
-    """Wait until the bytes in a tier have stopped growing."""
+def _await_stored(client: Client, tiers: tuple[str, ...]) -> None:
+    """Wait until the last tier has no less than the first, and none of them grows any more."""
     deadline = time.monotonic() + _STORED_SECONDS_MAX
-    before = -1
+    before: dict[str, int] = {}
     while time.monotonic() < deadline:
         time.sleep(2 * _SETTLE_SECONDS)
-        used = sum_by_label(client.samples(), "vllm:opal_used_bytes", "tier").get(tier, 0)
-        if used == before > 0:
+        by_tier = sum_by_label(client.samples(), "vllm:opal_used_bytes", "tier")
+        used = {tier: by_tier.get(tier, 0) for tier in tiers}
+        if used == before and used[tiers[-1]] >= max(1, used[tiers[0]]):
             return
         before = used
-    raise CommandFailure(f"{tier} does not come to rest: {before} bytes are in it.")
+    raise CommandFailure(f"{tiers[-1]} does not come to rest; bytes by tier: {before}.")

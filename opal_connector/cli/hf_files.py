@@ -17,6 +17,11 @@ Array = npt.NDArray[np.float32]
 def write_config(directory: Path, config: dict[str, Any], generation: dict[str, Any]) -> None:
     """Writes the model's shape, and what generation starts and stops with."""
     _write_json(directory / "config.json", config)
+    write_generation(directory, generation)
+
+
+def write_generation(directory: Path, generation: dict[str, Any]) -> None:
+    """Writes what generation starts and stops with."""
     _write_json(directory / "generation_config.json", generation)
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from opal_connector.cli.kvbm_verify import VerifyReport
 from opal_connector.cli.tiers_output import print_table, size_text
+from opal_connector.cluster.group_layout import block_tokens_of, scored_groups
 from opal_connector.cluster.ingest.sources import SourceStatus
 from opal_connector.cluster.kvbm import KVBM
 from opal_connector.cluster.request import WorkerMatch
@@ -91,12 +92,19 @@ def _worker_facts(state: OpalWorkerState) -> Facts:
 
 def _tier_facts(state: OpalWorkerState) -> list[Facts]:
     blocks: dict[str, int] = {}
-    for (_, tier), count in state.block_counts.items():
+    tokens: dict[str, int] = {}  # of one group alone: all groups of a chunk hold the same ones
+    description = state.description
+    scored = scored_groups(description).groups
+    telling = scored[0][0] if scored else 0
+    block_tokens = block_tokens_of(description, telling)
+    for (group, tier), count in state.block_counts.items():
         blocks[tier] = blocks.get(tier, 0) + count
+        tokens[tier] = tokens.get(tier, 0) + count * block_tokens * (group == telling)
     loads = {load.tier: load for load in state.system.tiers} if state.system is not None else {}
-    names = [tier.name for tier in state.description.tiers]
+    names = [tier.name for tier in description.tiers]
     names += [name for name in (*blocks, *loads) if name not in names]
     rows = []
+    chunk_tokens = max(1, description.block_tokens * description.chunk_blocks)
     for name in dict.fromkeys(names):
         load = loads.get(name)
         count = blocks.get(name, 0)
@@ -104,7 +112,7 @@ def _tier_facts(state: OpalWorkerState) -> list[Facts]:
             {
                 "tier": name,
                 "blocks": count,
-                "chunks": -(-count // state.description.chunk_blocks),
+                "chunks": -(-tokens.get(name, 0) // chunk_tokens),
                 "used_bytes": None if load is None else load.used_bytes,
                 "capacity_bytes": None if load is None else load.capacity_bytes,
             }

@@ -46,6 +46,11 @@ COMMANDS: Final = {
         "serve",
         "Run several engines and one OpenAI endpoint before them, from one file.",
     ),
+    "simulate": CommandPlace(
+        "opal_connector.cli.simulate",
+        "simulate",
+        "Find out how many instances behind a router would serve a trace, up to 1,000 of them.",
+    ),
     "tiers": CommandPlace(
         "opal_connector.cli.tiers", "tiers", "Look into a tier's directory, verify it, clean it."
     ),

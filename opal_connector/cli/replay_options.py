@@ -1,4 +1,4 @@
-"""From the options of `opal replay` to the settings of a replay; a mistake is one sentence."""
+"""From what a person writes to the settings of an instance; a mistake is one sentence."""
 
 import re
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from opal_connector.cli.errors import CommandError
-from opal_connector.config import TIER_NAMES, ConfigError, load_config, parse_size_bytes
+from opal_connector.config import ConfigError, load_config, parse_size_bytes
 from opal_connector.eviction import POLICIES
 from opal_connector.simulation import BELADY, DEVICES, DeviceParameters, ReplaySettings
 
@@ -32,10 +32,10 @@ def parse_tier(text: str) -> TierOption:
     """`NAME=CAPACITY[,name=value]...`, taken apart; the values are checked later."""
     parts = text.split(",")
     name, equals, capacity = parts[0].partition("=")
-    if not equals or not capacity or name not in TIER_NAMES:
+    if not equals or not capacity or name not in DEVICES:
         raise CommandError(
             f"--tier: found {text!r}, allowed: NAME=CAPACITY[,name=value]..., "
-            f"NAME one of {', '.join(TIER_NAMES)}."
+            f"NAME one of {', '.join(DEVICES)}."
         )
     values: dict[str, str] = {}
     for part in parts[1:]:
@@ -85,6 +85,11 @@ def make_settings(
         names = list(_DEFAULT_TIERS)
     given["kvc_tiers"] = names
     for name in names:
+        if name not in devices:
+            raise CommandError(
+                f"kvc_tiers: found {name!r}, allowed here: {', '.join(devices)}; "
+                "a store that others run is a DistributedFS of its bandwidth and latency."
+            )
         if name != "CPUMemory":
             # Nothing is written: the path only has to be there.
             given[name] = {"path": "simulated", **given.get(name, {})}
@@ -106,6 +111,19 @@ def size_bytes(option: str, text: str) -> int:
         return parse_size_bytes(text if re.search(r"[A-Za-z]", text) else f"{text}B")
     except (ValueError, OverflowError):
         raise CommandError(f"{option}: found {text!r}, allowed: a size such as 128KiB.") from None
+
+
+def prefill_speed(given: float, *, parameters: float | None, tflops: float) -> float:
+    """Tokens per second of a prefill: as given, or what the arithmetic of a model takes."""
+    if parameters is None:
+        return given
+    if given:
+        raise CommandError(
+            "--model-parameters: found beside --prefill-tokens-per-s, allowed: one of them."
+        )
+    if not parameters or not tflops:
+        raise CommandError("--model-parameters and --tflops: found 0, allowed: more than 0.")
+    return tflops * 1e12 / (2 * parameters)
 
 
 def _configured_tiers(given: dict[str, Any]) -> tuple[str, ...]:

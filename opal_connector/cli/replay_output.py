@@ -3,8 +3,6 @@
 from collections.abc import Callable, Container, Sequence
 from typing import Final
 
-from rich.markup import escape
-
 from opal_connector.cli.tiers_output import print_table, size_text
 from opal_connector.simulation import BELADY, CACHE_MISS, DEVICE, ReplayReport, TierReport
 
@@ -14,6 +12,7 @@ Rows = list[tuple[str, ...]]
 _TTFT_ROWS: Final = {
     "mean": "Mean TTFT (ms)",
     "median": "Median TTFT (ms)",
+    "p95": "P95 TTFT (ms)",
     "p99": "P99 TTFT (ms)",
 }
 _TIER_ROWS: Final[dict[str, Cell]] = {
@@ -55,15 +54,15 @@ def print_reports(reports: Sequence[ReplayReport]) -> None:
         counts = [str(one.dropped_stores.get(reason, 0)) for one in reports]
         _add(rows, f"Dropped stores ({reason})", counts)
     _add(rows, "Replay took (s)", [f"{one.replay_seconds:.1f}" for one in reports])
-    print_table(("", *(escape(one.policy) for one in reports)), rows, empty="")
+    print_table(("", *(one.policy for one in reports)), rows, empty="")
 
 
 def _add(rows: Rows, label: str, cells: Sequence[str]) -> None:
-    rows.append((escape(label), *(escape(cell) for cell in cells)))
+    rows.append((label, *cells))
 
 
 def _title(rows: Rows, label: str, reports: Sequence[ReplayReport]) -> None:
-    rows.append((f"[bold]{escape(label)}[/]", *("" for _ in reports)))
+    rows.append((label, *("" for _ in reports)))
 
 
 def _add_tiers(

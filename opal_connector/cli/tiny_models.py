@@ -23,7 +23,14 @@ CONTEXT_TOKENS: Final = 8192
 SPECIAL_TOKENS: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _BYTE_COUNT: Final = 256
 _END_OF_TEXT, _MESSAGE_START, _MESSAGE_END = range(_BYTE_COUNT, _BYTE_COUNT + len(SPECIAL_TOKENS))
-_PRINTABLE: Final = slice(ord(" "), ord("~") + 1)
+VOCABULARY: Final = _BYTE_COUNT + len(SPECIAL_TOKENS)
+TOKEN_ROLES: Final = {
+    "bos_token_id": _MESSAGE_START,
+    "eos_token_id": _MESSAGE_END,
+    "pad_token_id": _MESSAGE_END,
+}
+GENERATION: Final = {"bos_token_id": _MESSAGE_START, "eos_token_id": [_MESSAGE_END, _END_OF_TEXT]}
+PRINTABLE: Final = slice(ord(" "), ord("~") + 1)
 _ROPE_THETA: Final = 10000.0
 _CHAT_TEMPLATE: Final = (
     "{% for message in messages %}"
@@ -71,21 +78,8 @@ class TinyLlama:
 
     def build(self, directory: Path) -> None:
         """Writes the model as a Hugging Face directory."""
-        generation = {"bos_token_id": _MESSAGE_START, "eos_token_id": [_MESSAGE_END, _END_OF_TEXT]}
-        write_config(directory, self._config(), generation)
-        roles = {
-            "bos_token": SPECIAL_TOKENS[1],
-            "eos_token": SPECIAL_TOKENS[2],
-            "pad_token": SPECIAL_TOKENS[2],
-            "unk_token": SPECIAL_TOKENS[0],
-        }
-        write_tokenizer(
-            directory,
-            byte_tokenizer(),
-            roles=roles,
-            chat_template=_CHAT_TEMPLATE,
-            context_tokens=CONTEXT_TOKENS,
-        )
+        write_config(directory, self._config(), GENERATION)
+        write_byte_tokenizer(directory)
         write_weights(directory, self._tensors())
 
     def _config(self) -> dict[str, Any]:
@@ -93,7 +87,7 @@ class TinyLlama:
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "dtype": "float32",
-            "vocab_size": _BYTE_COUNT + len(SPECIAL_TOKENS),
+            "vocab_size": VOCABULARY,
             "hidden_size": self.hidden,
             "intermediate_size": 2 * self.hidden,
             "num_hidden_layers": self.layers,
@@ -108,16 +102,13 @@ class TinyLlama:
             "attention_bias": False,
             "mlp_bias": False,
             "tie_word_embeddings": False,
-            "bos_token_id": _MESSAGE_START,
-            "eos_token_id": _MESSAGE_END,
-            "pad_token_id": _MESSAGE_END,
+            **TOKEN_ROLES,
         }
 
     def _tensors(self) -> dict[str, Array]:
         """Random weights, scaled so that signals keep their size through every layer."""
         random = np.random.default_rng(self.seed)
         hidden, kv_rows, inner = self.hidden, self.kv_heads * self.head_dim, 2 * self.hidden
-        vocabulary = _BYTE_COUNT + len(SPECIAL_TOKENS)
 
         def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
             values = random.standard_normal((rows, columns), dtype=np.float32)
@@ -125,7 +116,7 @@ class TinyLlama:
 
         ones = np.ones(hidden, dtype=np.float32)
         tensors = {
-            "model.embed_tokens.weight": matrix(vocabulary, hidden),
+            "model.embed_tokens.weight": matrix(VOCABULARY, hidden),
             "model.norm.weight": ones,
         }
         for layer in range(self.layers):
@@ -144,10 +135,27 @@ class TinyLlama:
             for part, values in parts.items():
                 tensors[f"model.layers.{layer}.{part}.weight"] = values
         # Only printable characters have a row, so greedy text is always readable and never ends.
-        head = np.zeros((vocabulary, hidden), dtype=np.float32)
-        head[_PRINTABLE] = matrix(_PRINTABLE.stop - _PRINTABLE.start, hidden)
+        head = np.zeros((VOCABULARY, hidden), dtype=np.float32)
+        head[PRINTABLE] = matrix(PRINTABLE.stop - PRINTABLE.start, hidden)
         tensors["lm_head.weight"] = head
         return tensors
+
+
+def write_byte_tokenizer(directory: Path) -> None:
+    """Writes the tokenizer of single bytes with its chat template."""
+    roles = {
+        "bos_token": SPECIAL_TOKENS[1],
+        "eos_token": SPECIAL_TOKENS[2],
+        "pad_token": SPECIAL_TOKENS[2],
+        "unk_token": SPECIAL_TOKENS[0],
+    }
+    write_tokenizer(
+        directory,
+        byte_tokenizer(),
+        roles=roles,
+        chat_template=_CHAT_TEMPLATE,
+        context_tokens=CONTEXT_TOKENS,
+    )
 
 
 def byte_tokenizer() -> "Tokenizer":

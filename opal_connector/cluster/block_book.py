@@ -6,6 +6,7 @@ from typing import Final
 
 import msgspec
 
+from opal_connector.cluster.group_layout import block_tokens_of
 from opal_connector.cluster.index import PrefixIndex
 from opal_connector.cluster.places import ModelPlaces
 from opal_connector.cluster.request import Replaced
@@ -217,7 +218,7 @@ class BlockBook:
             places = self.places(state.description)
             places.note_tier(state.description.instance_id, state.tier(tier))
             place = state.places[group, tier] = Place(
-                places.index(group),
+                places.index(group, block_tokens_of(state.description, group)),
                 places.column(state.tier(tier)),
                 places.bit(state.description.instance_id),
                 BucketDigests(),

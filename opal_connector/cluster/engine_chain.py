@@ -4,7 +4,8 @@ An engine names blocks by hashes that nobody else can compute; what it stores it
 tokens, parent and extras, and from these the digest follows that every process computes alike.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -70,7 +71,9 @@ class EngineChain:
     """Translates the events of one engine; what it returns are facts by Opal's digests.
 
     Every block of a (group, tier) is inserted with its first copy and deleted with its last. What
-    cannot be named yet is kept, and inserted as soon as its ancestors are known.
+    cannot be named yet is kept, and inserted as soon as its ancestors are known. The groups have
+    the block sizes of `sizes`, or those of their first events; digests are over `unit_tokens`, of
+    which these are multiples, or over a block where none is given.
     Mutable state: presences and lineages; used by one thread.
     """
 
@@ -78,6 +81,8 @@ class EngineChain:
         self,
         lora_identity: Callable[[str], LoraIdentity | None] = plain_identity,
         *,
+        unit_tokens: int | None = None,
+        sizes: Mapping[int, int] = MappingProxyType({}),
         max_blocks: int = 1 << 22,
         max_parked: int = 4_096,
         max_parked_bytes: int = 64 << 20,
@@ -89,7 +94,8 @@ class EngineChain:
         self._bounds = (max_parked, max_parked_bytes, max_absent)
         self._presences: dict[tuple[int, str], _Presence] = {}
         self._lineages: dict[int, Lineage] = {}  # per block size
-        self._sizes: dict[int, int] = {}  # of the groups
+        self._unit_tokens = unit_tokens
+        self._sizes = dict(sizes)  # of the groups
         self._block_count = 0
 
     # ---- what it knows ----
@@ -134,14 +140,24 @@ class EngineChain:
     def stored(self, event: StoredBlocks) -> list[Insert]:
         """Blocks were stored. Returns what became present, as far as it can be named."""
         presence = self._presence(event)
-        if presence is None or not event.block_hashes:
+        if presence is None or not (event.block_hashes or event.token_ids):
             self.counters.untranslatable += 1
             return []
         lineage = presence.lineage
         fresh = self._count_copies(presence, event)
         found = [(presence, lineage.links[block]) for block in fresh if block in lineage.links]
         linked = lineage.learn(event, self._lora_identity)
+        if len(self._lineages) > 1:
+            linked += self._borrowed(presence, fresh)
         return self._inserts(found + self._everywhere(lineage, linked))
+
+    def forget_group(self, group: int) -> list[Delete]:
+        """What was said of a group is not what it seemed; its blocks may be of any size now."""
+        self._sizes.pop(group, None)
+        events: list[Delete] = []
+        for key in [key for key in self._presences if key[0] == group]:
+            events += self._emptied(self._presences.pop(key))
+        return events
 
     def adapter_known(self, lora_name: str) -> list[Insert]:
         """`lora_identity` can tell this adapter now: name what waited for it."""
@@ -170,26 +186,34 @@ class EngineChain:
         events: list[Delete] = []
         for presence in self._presences.values():
             if presence.tier == tier:
-                events += _deletes(presence.group, tier, list(presence.digests))
-                blocks, presence.copies = presence.copies, {}
-                presence.digests, presence.also = {}, {}
-                self._block_count -= len(blocks)
-                for block in blocks:
-                    self._maybe_absent(presence.lineage, block)
+                events += self._emptied(presence)
         return events
 
     # ---- inside ----
+
+    def _emptied(self, presence: _Presence) -> list[Delete]:
+        events = list(_deletes(presence.group, presence.tier, list(presence.digests)))
+        blocks, presence.copies = presence.copies, {}
+        presence.digests, presence.also = {}, {}
+        self._block_count -= len(blocks)
+        for block in blocks:
+            self._maybe_absent(presence.lineage, block)
+        return events
 
     def _presence(self, event: StoredBlocks) -> _Presence | None:
         """Where the event belongs; None if its blocks are not of the group's size, or too much."""
         size = event.block_size if event.token_ids else self._sizes.get(event.group, 0)
         if not size and len(self._lineages) == 1:
             size = next(iter(self._lineages))  # a placeholder without tokens names known blocks
-        if size <= 0 or self._sizes.setdefault(event.group, size) != size:
+        if size <= 0 or self._sizes.get(event.group, size) != size:
             return None
+        unit = self._unit_tokens or size
+        if size % unit:
+            return None
+        self._sizes[event.group] = size
         lineage = self._lineages.get(size)
         if lineage is None:
-            lineage = self._lineages[size] = Lineage(size, *self._bounds)
+            lineage = self._lineages[size] = Lineage(size, unit, *self._bounds)
         key = (event.group, event.tier)
         presence = self._presences.get(key)
         if presence is None:
@@ -208,7 +232,7 @@ class EngineChain:
         is_report = event.parent is None if event.is_report is None else event.is_report
         copies = presence.copies
         fresh: list[EngineHash] = []
-        for block in event.block_hashes:
+        for block in event.stored_hashes:
             if block not in copies:
                 if self._block_count >= self._max_blocks:
                     self.counters.refused_blocks += 1
@@ -228,6 +252,7 @@ class EngineChain:
     ) -> list[tuple[_Presence, Block]]:
         """Blocks that have got a digest, with all the presences that hold them."""
         found: list[tuple[_Presence, Block]] = []
+        others = [other for other in self._lineages.values() if other is not lineage]
         for block in linked:
             holders = [
                 presence
@@ -236,9 +261,29 @@ class EngineChain:
             ]
             link = lineage.links[block]
             found += ((presence, link) for presence in holders)
+            for other in others:
+                if self._is_held(other, block):
+                    adopted = other.adopt(block, link[1], self._lora_identity)
+                    found += self._everywhere(other, adopted)
             if not holders:
                 lineage.absent(block)
         return found
+
+    def _is_held(self, lineage: Lineage, block: EngineHash) -> bool:
+        return any(
+            presence.lineage is lineage and block in presence.copies
+            for presence in self._presences.values()
+        )
+
+    def _borrowed(self, presence: _Presence, fresh: Sequence[EngineHash]) -> list[EngineHash]:
+        """Blocks that only the lineages of other block sizes know, known here from now on."""
+        adopted: list[EngineHash] = []
+        for block in fresh:
+            for other in self._lineages.values():
+                link = other.links.get(block)
+                if link is not None and block not in presence.lineage.links:
+                    adopted += presence.lineage.adopt(block, link[1], self._lora_identity)
+        return adopted
 
     def _withdraw(self, presence: _Presence, block: EngineHash) -> list[bytes]:
         """The last copy of a block is gone; returns its digest if nothing else means it."""
@@ -249,10 +294,8 @@ class EngineChain:
         return [link[1]] if link is not None and presence.hide(link[1]) else []
 
     def _maybe_absent(self, lineage: Lineage, block: EngineHash) -> None:
-        for presence in self._presences.values():
-            if presence.lineage is lineage and block in presence.copies:
-                return
-        lineage.absent(block)
+        if not self._is_held(lineage, block):
+            lineage.absent(block)
 
     def _inserts(self, found: Iterable[tuple[_Presence, Block]]) -> list[Insert]:
         by_presence: dict[int, tuple[_Presence, list[Block]]] = {}

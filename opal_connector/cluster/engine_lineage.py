@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -18,6 +18,7 @@ from opal_connector.keys import (
 )
 
 EngineHash = int | bytes
+UNKNOWN_PARENT: Final = bytes(32)  # of a block that is known by another size's name alone
 _BLOCK_OVERHEAD_BYTES = 200  # of a parked block's hash and of what refers to it
 _Adapters = Callable[[str], LoraIdentity | None]
 
@@ -27,7 +28,8 @@ class StoredBlocks(msgspec.Struct, frozen=True, gc=False):
 
     `extra_keys` as vLLM publishes them, one entry per block. `is_report` says whether the blocks
     were there already and are only named again; None is "cannot tell". Where fewer hashes than
-    blocks are named some were left out, and nobody knows which.
+    blocks are named some were left out, and nobody knows which. Who knows names them all, and in
+    `present` the positions of those that are stored.
     """
 
     group: int
@@ -39,6 +41,14 @@ class StoredBlocks(msgspec.Struct, frozen=True, gc=False):
     extra_keys: Sequence[Sequence[Any] | None] | None = None
     lora_name: str | None = None
     is_report: bool | None = None
+    present: Sequence[int] | None = None
+
+    @property
+    def stored_hashes(self) -> Sequence[EngineHash]:
+        """The blocks that are stored."""
+        if self.present is None:
+            return self.block_hashes
+        return [self.block_hashes[position] for position in self.present]
 
 
 class _Adapter(msgspec.Struct, frozen=True):
@@ -54,20 +64,28 @@ class _Parked(msgspec.Struct, frozen=True, gc=False):
 
 
 class Lineage:
-    """The digests of blocks of one size, by engine hash.
+    """The digests of blocks of one size, by engine hash; a digest is over `unit_tokens` at a time.
 
+    An engine hash means the same prefix whatever the size of the block that ends there, so a block
+    that cannot be named here takes the name that another size has found.
     What nobody holds any more is forgotten after the last `max_absent` of them: it may come back,
     or be named as a parent. Events that wait for an ancestor are bounded too, the oldest go first.
     Mutable state: all of it; used by one thread.
     """
 
     def __init__(
-        self, block_tokens: int, max_parked: int, max_parked_bytes: int, max_absent: int
+        self,
+        block_tokens: int,
+        unit_tokens: int,
+        max_parked: int,
+        max_parked_bytes: int,
+        max_absent: int,
     ) -> None:
         self.links: dict[EngineHash, tuple[bytes, bytes]] = {}  # parent digest, digest
         self.dropped_events = 0
         self.undigestible_blocks = 0
         self._block_tokens = block_tokens
+        self._unit_tokens = unit_tokens
         self._max_parked = max_parked
         self._max_parked_bytes = max_parked_bytes
         self._max_absent = max_absent
@@ -107,6 +125,14 @@ class Lineage:
         """Name what waited for an adapter."""
         return self._with_waiting(self._wake(_Adapter(name), adapters), adapters)
 
+    def adopt(self, block: EngineHash, digest: bytes, adapters: _Adapters) -> list[EngineHash]:
+        """Another size's lineage knows this block; returns what got a digest by that."""
+        if block in self.links:
+            return []
+        self.links[block] = (UNKNOWN_PARENT, digest)
+        self._settle(block)
+        return self._with_waiting([block], adapters)
+
     def _with_waiting(self, linked: list[EngineHash], adapters: _Adapters) -> list[EngineHash]:
         for block in linked:  # it grows: what waited for one may name others in turn
             linked += self._wake(block, adapters)
@@ -144,10 +170,18 @@ class Lineage:
         self, parent: bytes, event: StoredBlocks, index: int, lora: LoraIdentity | None
     ) -> bytes | None:
         """The digest of one block; None where the engine hashes what Opal has no digest for."""
-        size = self._block_tokens
+        size, unit = self._block_tokens, self._unit_tokens
+        start = index * size
         try:
-            tokens = packed_tokens(event.token_ids[index * size : (index + 1) * size])
-            return sha256(parent + tokens + _extras(event, index, size, lora)).digest()
+            if size == unit:
+                tokens = packed_tokens(event.token_ids[start : start + size])
+                return sha256(parent + tokens + _extras(event, index, size, lora)).digest()
+            extras = _large_extras(event, index, unit, lora)
+            for place in range(start, start + size, unit):
+                tokens = packed_tokens(event.token_ids[place : place + unit])
+                parent = sha256(parent + tokens + extras).digest()
+                extras = b""
+            return parent
         except (ValueError, TypeError, OverflowError, IndexError, struct.error):
             self.undigestible_blocks += 1
             return None
@@ -244,6 +278,18 @@ def _extras(event: StoredBlocks, index: int, block_tokens: int, lora: LoraIdenti
                 raise ValueError(f"extra key of kind {type(key).__name__}")
     identity = RequestIdentity(lora, salt, tuple(spans))
     return canonical_extras(identity, block_index=start // block_tokens, block_tokens=block_tokens)
+
+
+def _large_extras(event: StoredBlocks, index: int, unit: int, lora: LoraIdentity | None) -> bytes:
+    """Of a block that is hashed in several parts; the extras are those of its first part.
+
+    Raises:
+        ValueError: They may belong to later parts: where an input ends is not said.
+    """
+    keys = event.extra_keys[index] if event.extra_keys else None
+    if any(not isinstance(key, str) for key in keys or ()):
+        raise ValueError("an input in a block of several hashes")
+    return _extras(event, index, unit, lora)
 
 
 def _without_adapter(keys: Sequence[Any], lora_name: str | None) -> Iterator[Any]:

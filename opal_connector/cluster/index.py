@@ -7,7 +7,13 @@ serve is where it drops out, and a match costs one look per segment, whatever ho
 
 from collections.abc import Callable, Iterator, Sequence
 
-from opal_connector.cluster.segments import MAX_SEGMENT_BLOCKS, Masks, Segment, SegmentTree
+from opal_connector.cluster.segments import (
+    MAX_SEGMENT_BLOCKS,
+    Masks,
+    Segment,
+    SegmentTree,
+    alike_blocks,
+)
 from opal_connector.cluster.worker_names import WorkerNames
 from opal_connector.keys import CHAIN_ROOT, HASH_BYTES
 
@@ -18,7 +24,7 @@ _FIRST_LEAP = 16  # blocks
 
 
 class PrefixIndex:
-    """The blocks of one kv group that workers hold, by tier.
+    """The blocks of one attention group that workers hold, by tier.
 
     Column 0 is the device. Of a shared column, a holder is who says that the block is there, and
     everybody who mounts it can serve it. Mutable state: the tree, the masks of its segments and
@@ -163,7 +169,7 @@ class PrefixIndex:
             own = segment.hashes
             stop = start + len(own)
             if stop > count or hashes[stop - 1] != own[-1]:
-                yield start + _parting(own, hashes, start), segment
+                yield start + alike_blocks(own, hashes, start), segment
                 return
             yield stop, segment
             start = stop
@@ -187,7 +193,7 @@ class PrefixIndex:
                 length = len(own)
                 stop = start + length
                 if stop >= count or (length > 1 and hashes[stop - 1] != own[-1]):
-                    stop = start + _parting(own, hashes, start)
+                    stop = start + alike_blocks(own, hashes, start)
                     following, left = None, 0
                     break
                 following = get(hashes[stop])
@@ -213,6 +219,14 @@ class PrefixIndex:
     def served_by(self, column: int, holders: int) -> int:
         """The workers that can serve what these hold in a column."""
         return self._mounts.get(column, holders) if holders else 0
+
+    def served_from_tiers(self, segment: Segment) -> int:
+        """The workers that can load a segment from a tier, wherever it is."""
+        held = segment.held
+        workers = 0
+        for column in range(1, len(held)):
+            workers |= self.served_by(column, held[column])
+        return workers
 
     # ---- inside ----
 
@@ -326,18 +340,6 @@ def _common(segment: Segment, hashes: list[bytes], start: int) -> tuple[int, int
     while own[offset + stop - start] == hashes[stop]:
         stop += 1
     return offset, stop
-
-
-def _parting(own: list[bytes], hashes: Sequence[bytes], start: int) -> int:
-    """How many blocks a sequence shares with the beginning of a segment; at least one."""
-    alike, differs = 1, min(len(own), len(hashes) - start) + 1
-    while differs - alike > 1:  # equal up to `alike`, and not so from `differs` on
-        middle = (alike + differs) // 2
-        if own[middle - 1] == hashes[start + middle - 1]:
-            alike = middle
-        else:
-            differs = middle
-    return alike
 
 
 def _leap(

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from opal_connector.cluster.block_book import BlockBook
+from opal_connector.cluster.group_layout import block_tokens_of
+from opal_connector.cluster.group_matching import group_depths, group_matches
 from opal_connector.cluster.index_audit import audit_book
-from opal_connector.cluster.matching import merged, worker_matches
+from opal_connector.cluster.matching import worker_matches
 from opal_connector.cluster.places import HashedPrefix, ModelPlaces
 from opal_connector.cluster.request import PrefixRequest, Replaced, WorkerMatch
 from opal_connector.cluster.worker_state import OpalWorkerState
@@ -70,10 +72,12 @@ class KVBM:
             return
         is_restart = state.description.incarnation != description.incarnation
         before = {name: state.tier(name) for _, name in state.places}
+        sizes = {group: block_tokens_of(state.description, group) for group, _ in state.places}
         state.description = description
         for group, name in list(state.places):
             tier = state.tier(name)
-            if (is_restart and not tier.is_persistent) or tier != before[name]:
+            is_other = tier != before[name] or sizes[group] != block_tokens_of(description, group)
+            if is_other or (is_restart and not tier.is_persistent):
                 self._book.clear(state, group, name)
                 del state.places[group, name]
         if is_restart:
@@ -216,32 +220,44 @@ class KVBM:
         matches: dict[str, WorkerMatch] = {}
         for prefix in prefixes:
             places = prefix.places
-            for groups, having in places.scored_groups():
+            for scored, having in places.scored():
                 mask = prefix.workers & places.live_mask & having
-                found: dict[str, WorkerMatch] | None = None
-                for group in groups:
-                    of_group = worker_matches(places, places.index(group), prefix.hashes, mask)
-                    found = of_group if found is None else merged(found, of_group)
-                matches |= found or {}
+                if (only := scored.only_chain) is not None:
+                    index = places.index(only)
+                    matches |= worker_matches(places, index, prefix.hashes, mask)
+                elif mask:
+                    matches |= group_matches(places, scored, prefix.hashes, mask)
         return matches
 
     @staticmethod
     def matched_blocks(
         places: ModelPlaces, hashes: Sequence[bytes], workers: int = -1
     ) -> dict[str, int]:
-        """Per live worker the blocks of a chain that it could serve, in all kv groups."""
+        """Per live worker the hashed blocks of a chain that it could serve, in all groups."""
         matched: dict[str, int] = {}
-        for groups, having in places.scored_groups():
+        for scored, having in places.scored():
             mask = workers & places.live_mask & having
-            found: dict[str, int] | None = None
-            for group in groups:
-                blocks = places.index(group).depths(hashes, mask, places.names)
-                if found is not None:
-                    both = found.keys() & blocks
-                    blocks = {name: min(found[name], blocks[name]) for name in both}
-                found = blocks
-            matched.update(found or {})
+            if (only := scored.only_chain) is not None:
+                matched |= places.index(only).depths(hashes, mask, places.names)
+            elif mask:
+                matched |= group_depths(places, scored, hashes, mask)
         return matched
+
+    def announced_any(self, prefix: HashedPrefix, worker_id: str) -> bool:
+        """Whether a worker has any block of a chain, wherever it is and whatever it is good for."""
+        places = prefix.places
+        scored = places.scored_by(worker_id)
+        if scored is None:
+            return False
+        bit = places.bit(worker_id) & prefix.workers
+        for number, group in scored.groups:
+            blocks = places.index(number, group.block_tokens).tree.blocks
+            step = group.block_tokens // places.block_tokens
+            for block_hash in prefix.hashes[step - 1 :: step]:
+                segment = blocks.get(block_hash)
+                if segment is not None and any(mask & bit for mask in segment.held):
+                    return True
+        return False
 
     def models(self) -> Sequence[ModelPlaces]:
         """The models that are served, with their indexes."""

@@ -7,7 +7,7 @@ import msgspec
 WORK_MEMORY_REQUESTS = 256
 
 
-class WorkerLoad(msgspec.Struct, frozen=True):
+class WorkerLoad(msgspec.Struct, frozen=True, gc=False):
     """What is under way at one worker.
 
     `queued_tokens` are prompt tokens that are still to be computed, `decoding_tokens` those of the

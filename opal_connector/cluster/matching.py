@@ -23,7 +23,7 @@ def worker_matches(
             alive = left
         extending = segment.reach & workers & ~segment.device_reach
         if extending:
-            for tier, served in _sources(places, index, segment, extending):
+            for tier, served in tier_sources(places, index, segment, extending):
                 by_tier[tier, served] = by_tier.get((tier, served), 0) + stop - start
         start = stop
     on_device.update(dict.fromkeys(places.names.of(alive), start))
@@ -41,7 +41,7 @@ def worker_matches(
     }
 
 
-def _sources(
+def tier_sources(
     places: ModelPlaces, index: PrefixIndex, segment: Segment, workers: int
 ) -> Iterator[tuple[str, int]]:
     """From which tier these workers would load a segment: the fastest that has it, of each."""
@@ -56,12 +56,3 @@ def _sources(
             if served:
                 yield name, served
                 asking ^= served
-
-
-def merged(some: dict[str, WorkerMatch], others: dict[str, WorkerMatch]) -> dict[str, WorkerMatch]:
-    """What a worker can serve of two kv groups that both must have it all: the shorter match."""
-    return {
-        worker_id: min(match, others[worker_id], key=lambda each: each.total_tokens)
-        for worker_id, match in some.items()
-        if worker_id in others
-    }

@@ -4,13 +4,12 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from opal_connector.cluster.group_layout import ScoredGroups, scored_groups
 from opal_connector.cluster.index import DEVICE_COLUMN, PrefixIndex
 from opal_connector.cluster.worker_names import WorkerNames
 from opal_connector.events import DEVICE_TIER
 from opal_connector.events.channel import InstanceDescription, TierDescription
 from opal_connector.keys import LoraIdentity
-
-_SCORED_KINDS = frozenset({"full_attention", "mla_attention"})
 
 TierColumn = tuple[str, int, bool]  # its name, its column, whether it is shared
 
@@ -19,20 +18,22 @@ class ModelPlaces:
     """The workers of one model and block size: their bits, the columns of their tiers, the indexes.
 
     A tier of the workers' own has one column for all who have one of that name, a shared one has a
-    column per medium. Mutable state: all of that, and which workers are live; used by one thread.
+    column per medium. An index is of the groups of one number and block size: along a sequence the
+    blocks of two sizes are not each other's parents. Mutable state: all of that, and which workers
+    are live; used by one thread.
     """
 
     def __init__(self, model: str, block_tokens: int) -> None:
         self.model = model
         self.block_tokens = block_tokens
-        self.indexes: dict[int, PrefixIndex] = {}
+        self.indexes: dict[tuple[int, int], PrefixIndex] = {}
         self.live_mask = 0
         self._descriptions: dict[str, InstanceDescription] = {}
         self.names = WorkerNames()
         self._columns: dict[tuple[str, str], int] = {(DEVICE_TIER, ""): DEVICE_COLUMN}
         self._undescribed: dict[str, dict[str, TierDescription]] = {}
         self._orders: list[tuple[tuple[TierColumn, ...], int]] | None = None
-        self._scored: list[tuple[tuple[int, ...], int]] | None = None
+        self._scored: list[tuple[ScoredGroups, int]] | None = None
 
     # ---- workers ----
 
@@ -108,27 +109,38 @@ class ModelPlaces:
             *sorted(heard, key=lambda tier: not tier.name.startswith("CPU")),
         ]
 
-    def index(self, group: int) -> PrefixIndex:
-        """The index of a kv group."""
-        index = self.indexes.get(group)
+    def index(self, group: int, block_tokens: int | None = None) -> PrefixIndex:
+        """The index of a group; without a size, of one whose blocks are those that are hashed."""
+        key = (group, block_tokens or self.block_tokens)
+        index = self.indexes.get(key)
         if index is None:
-            index = self.indexes[group] = PrefixIndex()
+            index = self.indexes[key] = PrefixIndex()
             self._mount()
         return index
 
-    def scored_groups(self) -> list[tuple[tuple[int, ...], int]]:
-        """The groups whose blocks must be there from the start, and the workers that have these.
+    def scored(self) -> list[tuple[ScoredGroups, int]]:
+        """By which groups workers are scored, and the workers of which that is true.
 
         A worker answers for the groups that it describes, and not for those of others.
         """
         if self._scored is None:
-            scored: dict[tuple[int, ...], int] = {}
+            scored: dict[ScoredGroups, int] = {}
             for worker_id, description in self._descriptions.items():
-                kinds = {group.group: group.kind for group in description.groups}
-                groups = tuple(sorted(group for group in kinds if kinds[group] in _SCORED_KINDS))
-                scored[groups] = scored.get(groups, 0) | self.names.bits[worker_id]
+                groups = scored_groups(description)
+                if groups.groups:
+                    scored[groups] = scored.get(groups, 0) | self.names.bits[worker_id]
             self._scored = list(scored.items())
         return self._scored
+
+    def scored_by(self, worker_id: str) -> ScoredGroups | None:
+        """By which groups a worker is scored; None where it is not."""
+        bit = self.names.bits.get(worker_id, 0)
+        return next((groups for groups, having in self.scored() if having & bit), None)
+
+    def alignment_tokens(self, worker_id: str) -> int:
+        """Tokens at whose multiples what the worker serves ends."""
+        scored = self.scored_by(worker_id)
+        return self.block_tokens if scored is None else scored.alignment_tokens
 
     def adapters(self, lora_name: str | None) -> Mapping[LoraIdentity | None, int]:
         """Which weights an adapter's name means, and at which workers.

@@ -4,7 +4,7 @@ A place is one tier of one worker: a column (the tier) and a bit (the worker) of
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from opal_connector.keys import CHAIN_ROOT
@@ -64,6 +64,27 @@ class SegmentTree:
             yield segment
             if segment.children:
                 stack.extend(segment.children)
+
+    def pieces(
+        self, hashes: Sequence[bytes], start: int, stop: int
+    ) -> Iterator[tuple[int, int, Segment | None]]:
+        """The part of a sequence from `start` up to `stop`, segment by segment.
+
+        Each with where it begins and ends; a single block that nobody holds has no segment.
+        """
+        get = self.blocks.get
+        while start < stop:
+            segment = get(hashes[start])
+            if segment is None:
+                end = start + 1
+            else:
+                own = segment.hashes
+                offset = 0 if own[0] == hashes[start] else segment.offset(hashes[start])
+                end = min(stop, start + len(own) - offset)
+                if hashes[end - 1] != own[offset + end - 1 - start]:
+                    end = start + alike_blocks(own, hashes, start, offset)
+            yield start, end, segment
+            start = end
 
     def add(self, hashes: list[bytes], held: Masks, parent_hash: bytes) -> None:
         """A new segment of blocks that are all new, below the block `parent_hash`."""
@@ -227,6 +248,18 @@ class SegmentTree:
             del parent.children[segment]
             if not parent.children:
                 parent.children = None
+
+
+def alike_blocks(own: list[bytes], hashes: Sequence[bytes], start: int, offset: int = 0) -> int:
+    """How many blocks a sequence from `start` shares with a segment from `offset`; at least one."""
+    alike, differs = 1, min(len(own) - offset, len(hashes) - start) + 1
+    while differs - alike > 1:  # equal up to `alike`, and not so from `differs` on
+        middle = (alike + differs) // 2
+        if own[offset + middle - 1] == hashes[start + middle - 1]:
+            alike = middle
+        else:
+            differs = middle
+    return alike
 
 
 def _is_above(segment: Segment, other: Segment | None) -> bool:

@@ -12,6 +12,7 @@ import msgspec
 
 from opal_connector.events.facts import Digest, KVCEvent, ObjectFact, ShortName
 from opal_connector.keys import LoraIdentity
+from opal_connector.keys.attention import RETENTIONS, AttentionGroup, AttentionLayout
 
 FORMAT_VERSION: Final = 1
 BUCKET_COUNT: Final = 256
@@ -24,6 +25,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Amount = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 _HeartbeatSeconds = Annotated[float, msgspec.Meta(gt=0, le=3_600)]
 _Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+_Span = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
 _Blocks = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 _Buckets = Annotated[bytes, msgspec.Meta(min_length=2_048, max_length=2_048)]
 
@@ -41,17 +43,64 @@ class TierDescription(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupDescription(msgspec.Struct, frozen=True, array_like=True):
-    """One kv cache group; `kind` is vLLM's name of its spec, such as `full_attention`."""
+    """One attention group, as its facts name it; `kind` as in `AttentionKind`.
+
+    What follows the kind need not be said by an instance whose only group looks back on
+    everything. `block_tokens` 0 is the description's own; the rest as in `AttentionGroup`.
+    """
 
     group: int
     kind: ShortName
+    block_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    kv_groups: Annotated[tuple[int, ...], msgspec.Meta(max_length=NAMES_LIMIT)] = ()
+    span_tokens: _Span = 0
+    extra_tokens: _Span = 0
+    is_draft: bool = False
+
+    def attention(self, block_tokens: int) -> AttentionGroup | None:
+        """What it looks back on, where blocks of the instance are hashed by `block_tokens`.
+
+        None where that is not known: then nobody can say what of it must be there.
+        """
+        size = self.block_tokens or block_tokens
+        if size % block_tokens or self.kind not in RETENTIONS:
+            return None
+        group = AttentionGroup(
+            kind=self.kind,
+            block_tokens=size,
+            kv_groups=self.kv_groups or (self.group,),
+            span_tokens=self.span_tokens,
+            extra_tokens=self.extra_tokens,
+            is_draft=self.is_draft,
+        )
+        needs_span = group.retention in ("window", "chunk")
+        return group if self.span_tokens or not needs_span else None
+
+
+def describe_layout(layout: AttentionLayout) -> tuple[GroupDescription, ...]:
+    """The groups of a layout, by their positions in it."""
+    if layout.is_plain:
+        return (GroupDescription(0, layout.groups[0].kind),)
+    return tuple(
+        GroupDescription(
+            position,
+            group.kind,
+            group.block_tokens,
+            group.kv_groups,
+            group.span_tokens,
+            group.extra_tokens,
+            group.is_draft,
+        )
+        for position, group in enumerate(layout.groups)
+    )
 
 
 class InstanceDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Who publishes, and what a consumer needs to make sense of it.
 
-    `instance_id` outlives a restart, `incarnation` does not. `adapters` are those seen so far:
-    their names alone do not tell two of them apart.
+    `instance_id` outlives a restart, `incarnation` does not. Prompts are hashed by `block_tokens`,
+    of which the blocks of every group are a multiple. `adapters` are those seen so far: their names
+    alone do not tell two of them apart.
     """
 
     instance_id: ShortName
@@ -68,7 +117,10 @@ class InstanceDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierLoad(msgspec.Struct, frozen=True, array_like=True):
-    """How full a tier is, and how fast it was; None where nothing was measured yet."""
+    """How full a tier is, and how fast it was; None where nothing was measured yet.
+
+    A capacity of 0 is that of a tier that limits itself.
+    """
 
     tier: ShortName
     used_bytes: _Count
@@ -95,7 +147,7 @@ class SystemEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierDigest(msgspec.Struct, frozen=True, array_like=True):
-    """A fingerprint of the blocks that one tier holds of one kv group.
+    """A fingerprint of the blocks that one tier holds of one attention group.
 
     A block falls into the bucket of its hash's first byte; a bucket is the XOR of the first eight
     bytes of its hashes as little-endian integers. While `is_complete` is false the tier is still

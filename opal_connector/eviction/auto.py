@@ -110,6 +110,13 @@ class AutoPolicy(EvictionPolicy):
         return self._evict(count, protected)
 
     @override
+    def expel(self, key: Key) -> None:
+        self._is_evicting = True
+        if self._trial is None:
+            self._trial = self._begin()
+        self._live.expel(key)
+
+    @override
     def restore(self, keys: Sequence[Key]) -> None:
         self._live.restore(keys)
 

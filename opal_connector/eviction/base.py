@@ -11,7 +11,7 @@ class EvictionPolicy(ABC):
     """An order over keys, some of which are pinned.
 
     No method looks at bytes, time or anything outside. A key is inserted once, and leaves by
-    `remove` (somebody asked) or by `evict` (room was needed).
+    `remove` (somebody asked) or by `evict` and `expel` (room was needed).
     """
 
     @abstractmethod
@@ -63,6 +63,16 @@ class EvictionPolicy(ABC):
         None when there are not that many keys that are neither pinned nor protected; then nothing
         has changed.
         """
+
+    def expel(self, key: Key) -> None:
+        """Evict this very key, pinned or not; `restore` undoes it.
+
+        A policy that remembers what it has evicted remembers it as well.
+
+        Raises:
+            KeyError: The key is not held.
+        """
+        self.remove(key)
 
     @abstractmethod
     def restore(self, keys: Sequence[Key]) -> None:

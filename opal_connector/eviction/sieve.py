@@ -101,6 +101,7 @@ class SievePolicy(UndoablePolicy):
 
     @override
     def _expel(self, key: Key) -> None:
+        self._used.discard(key)  # unless it was chosen
         del self._places[key]
 
     @override

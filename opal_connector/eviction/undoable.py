@@ -89,6 +89,17 @@ class UndoablePolicy(EvictionPolicy):
         return victims
 
     @override
+    def expel(self, key: Key) -> None:
+        if key not in self._held:
+            raise KeyError(key)
+        if not self._undo:
+            self._capacity = len(self._held)
+        self._pinned.discard(key)
+        self._due.pop(key, None)
+        self._withdraw(key)
+        self._undo[key] = self._expel(key)
+
+    @override
     def restore(self, keys: Sequence[Key]) -> None:
         for key in reversed(keys):
             if key in self:

@@ -3,6 +3,12 @@
 Nothing here knows a tier, an engine or a clock.
 """
 
+from opal_connector.keys.attention import (
+    AttentionGroup,
+    AttentionKind,
+    AttentionLayout,
+    plain_layout,
+)
 from opal_connector.keys.chain import (
     CHAIN_ROOT,
     HASH_BYTES,
@@ -12,6 +18,7 @@ from opal_connector.keys.chain import (
     RequestIdentity,
     TokenChain,
     canonical_extras,
+    encoder_input_hashes,
     engine_extra_keys,
     packed_tokens,
 )
@@ -22,6 +29,9 @@ from opal_connector.keys.weights import directory_fingerprint, weights_fingerpri
 __all__ = [
     "CHAIN_ROOT",
     "HASH_BYTES",
+    "AttentionGroup",
+    "AttentionKind",
+    "AttentionLayout",
     "ChunkSpan",
     "ExtraKeys",
     "LoraIdentity",
@@ -33,7 +43,9 @@ __all__ = [
     "TokenChain",
     "canonical_extras",
     "directory_fingerprint",
+    "encoder_input_hashes",
     "engine_extra_keys",
     "packed_tokens",
+    "plain_layout",
     "weights_fingerprint",
 ]

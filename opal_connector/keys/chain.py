@@ -16,6 +16,7 @@ import msgspec
 
 HASH_BYTES = 32
 CHAIN_ROOT = sha256(b"opal_connector/chain/1").digest()
+_INPUT_ROOT = b"opal_connector/encoder_input/1"
 _TAG_LORA = b"\x01"
 _TAG_MULTIMODAL = b"\x02"
 _TAG_CACHE_SALT = b"\x03"
@@ -116,13 +117,22 @@ def packed_tokens(tokens: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
+def encoder_input_hashes(identifiers: Sequence[str], *, block_count: int) -> list[bytes]:
+    """The block hashes of an encoder's input, named by what was put in, in its order."""
+    parts = (_tagged(_TAG_MULTIMODAL, identifier.encode()) for identifier in identifiers)
+    root = sha256(_INPUT_ROOT + b"".join(parts)).digest()
+    return [sha256(root + struct.pack("<Q", index)).digest() for index in range(block_count)]
+
+
 class TokenChain:
     """The block hashes of one token sequence that only grows.
+
+    `input_hashes` are those of what an encoder reads, where a decoder attends to it.
 
     Mutable state: `hashes`. A chain belongs to one request and one thread.
     """
 
-    __slots__ = ("_block_tokens", "_plain_after", "hashes", "identity")
+    __slots__ = ("_block_tokens", "_plain_after", "hashes", "identity", "input_hashes")
 
     def __init__(self, identity: RequestIdentity, block_tokens: int) -> None:
         self.identity = identity
@@ -133,6 +143,7 @@ class TokenChain:
         # From this block on no extras exist, so the fast loop applies.
         self._plain_after = max(1, -(-last_span_end // block_tokens))
         self.hashes: list[bytes] = []
+        self.input_hashes: list[bytes] = []
 
     def extend(self, tokens: Sequence[int]) -> int:
         """Hash the whole blocks of `tokens` that are not hashed yet.

@@ -14,7 +14,10 @@ class OpalEngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """Every fact about an engine that changes the bytes it stores.
 
     Neither the model's name nor the instance is here: the same weights elsewhere are the same
-    cache. `weights_id` is a fingerprint, see `weights_fingerprint`.
+    cache. `weights_id` is a fingerprint, see `weights_fingerprint`. `page_formats` say per rank
+    what the bytes of a model with several kinds of attention mean; a dense model has none.
+    `storage_ranks` say under which number each rank's bytes are stored, where some ranks store
+    nothing: elsewhere the same number means the bytes of another rank.
     """
 
     weights_id: str
@@ -31,12 +34,18 @@ class OpalEngineMetadata(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
     format_version: int = FORMAT_VERSION
+    page_formats: tuple[str, ...] = ()
+    storage_ranks: tuple[int, ...] = ()
 
     @property
     def namespace(self) -> bytes:
         """The 32-byte digest that separates incompatible caches."""
-        facts = msgspec.json.encode(msgspec.to_builtins(self), order="sorted")
-        return sha256(b"opal_connector/namespace/1" + facts).digest()
+        facts = msgspec.to_builtins(self)
+        for later in ("page_formats", "storage_ranks"):
+            if not facts[later]:  # what was stored before there was such a fact stays readable
+                del facts[later]
+        encoded = msgspec.json.encode(facts, order="sorted")
+        return sha256(b"opal_connector/namespace/1" + encoded).digest()
 
 
 class OpalCacheEngineKey(msgspec.Struct, frozen=True):

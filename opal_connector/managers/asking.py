@@ -1,8 +1,10 @@
 """What a lookup asks a shared tier about, and for how long it waits for the answer."""
 
 from collections.abc import Sequence
+from hashlib import sha256
 
-from opal_connector.keys import CHAIN_ROOT
+from opal_connector.keys import HASH_BYTES
+from opal_connector.managers.coordinator import OpalKVCacheCoordinator, UnknownNames
 from opal_connector.managers.records import ObjectKey, object_key
 from opal_connector.managers.request import OpalRequest
 from opal_connector.transfers import ObjectName, Question
@@ -20,10 +22,11 @@ class Asking:
     `OpalKVCacheManager`.
     """
 
-    def __init__(self, *, tier: int, group: int, chunk_blocks: int, timeout_seconds: float) -> None:
+    def __init__(
+        self, *, tier: int, coordinator: OpalKVCacheCoordinator, timeout_seconds: float
+    ) -> None:
         self.tier = tier
-        self._group = group
-        self._chunk_blocks = chunk_blocks
+        self._coordinator = coordinator
         self._timeout_seconds = timeout_seconds
         self._next_id = 0
         self._absent: dict[ObjectKey, float] = {}
@@ -43,18 +46,21 @@ class Asking:
                 return True  # later than that, whoever looks again may find it
         if len(self._open) >= _OPEN_QUESTIONS:
             return False  # nobody answers: the directory hangs, and waiting would not help
-        chain, tails = self._names(request, stop_block, max_blocks)
-        first = (*chain, *tails)[:1]
-        if not first:
+        names = self._coordinator.unknown_names(
+            request.chain, stop_block=stop_block, max_blocks=max_blocks
+        )
+        key = _question_key(names)
+        if key is None:
             return False
-        key = object_key(first[0].chunk_hash, self._group)
         if self._absent.get(key, 0.0) > now or request.asked_key == key:
             return False
         self._next_id += 1
         request.question = (self._next_id, now + self._timeout_seconds)
         request.asked_key = key
         self._open[self._next_id] = key
-        self._outbox.append(Question(self._next_id, self.tier, chain, tails))
+        self._outbox.append(
+            Question(self._next_id, self.tier, names.chain, names.tails, names.singles)
+        )
         return True
 
     def take(self) -> list[Question]:
@@ -69,29 +75,27 @@ class Asking:
 
     def answer(self, question_ids: Sequence[int], found: Sequence[ObjectName], now: float) -> None:
         """These questions were answered, and this is what was found for all of them."""
-        there = {object_key(name.chunk_hash, self._group) for name in found}
+        there = set(map(_key, found))
         for question_id in question_ids:
             key = self._open.pop(question_id, None)
-            if key is not None and key not in there:
+            if key is not None and key not in there and not (len(key) == HASH_BYTES and there):
                 self._absent[key] = now + _ABSENT_SECONDS
         if len(self._absent) > _REMEMBERED:
             self._absent = {key: until for key, until in self._absent.items() if until > now}
 
-    def _names(
-        self, request: OpalRequest, stop_block: int, max_blocks: int
-    ) -> tuple[tuple[ObjectName, ...], tuple[ObjectName, ...]]:
-        hashes, chunk_blocks = request.chain.hashes, self._chunk_blocks
-        first = stop_block - stop_block % chunk_blocks
-        whole = max_blocks - max_blocks % chunk_blocks
-        chain = tuple(
-            self._name(hashes, start, start + chunk_blocks)
-            for start in range(first, whole, chunk_blocks)
-        )
-        begin = max(first, whole)
-        stops = range(max_blocks, max(stop_block, begin), -1)
-        tails = tuple(self._name(hashes, begin, stop) for stop in stops)
-        return chain, tails
 
-    def _name(self, hashes: list[bytes], start: int, stop: int) -> ObjectName:
-        parent = hashes[start - 1] if start else CHAIN_ROOT
-        return ObjectName(self._group, parent, b"".join(hashes[start:stop]))
+def _question_key(names: UnknownNames) -> ObjectKey | None:
+    """What two questions have in common that have one answer; None for no question.
+
+    Of a chain its first object, without which the rest is of no use; else all that is asked for.
+    """
+    chain = (*names.chain, *names.tails)
+    if chain:
+        return _key(chain[0])
+    if not names.singles:
+        return None
+    return ObjectKey(sha256(b"".join(map(_key, names.singles))).digest())
+
+
+def _key(name: ObjectName) -> ObjectKey:
+    return object_key(name.chunk_hash, name.group)

@@ -22,7 +22,10 @@ def audit_tier(tier: OpalStorageBackend) -> None:
     everything = [*tier.index.records.values(), *leaving]
     assert sum(record.size_bytes for record in everything) == tier.used_bytes
     for record in everything:
-        assert record.size_bytes == tier.space.size_bytes(len(record.rows)), "rows and size differ"
+        members = tier.groups[record.group].members
+        assert len(record.rows) == record.block_count * members, "rows and blocks differ"
+        size_bytes = tier.space.size_bytes(record.block_count, members)
+        assert record.size_bytes == size_bytes, "rows and size differ"
     if not tier.space.frees_later:
         rows = [row for record in everything for row in record.rows]
         assert len(rows) == len(set(rows)), "a row is held twice"

@@ -1,12 +1,19 @@
 """Who leaves a tier next: its policy, with parents and promised objects kept out of its reach."""
 
 from collections.abc import Callable, Container, Sequence
+from itertools import islice
 
 from opal_connector.eviction import EvictionPolicy
 from opal_connector.managers.lineage import Lineage
 from opal_connector.managers.object_index import ObjectIndex
 from opal_connector.managers.quotas import Quotas
-from opal_connector.managers.records import ObjectKey, ObjectRecord
+from opal_connector.managers.records import (
+    PLAIN_GROUPS,
+    ObjectGroup,
+    ObjectKey,
+    ObjectRecord,
+)
+from opal_connector.managers.unwanted import Reason, Unwanted
 
 
 class Departures:
@@ -17,7 +24,8 @@ class Departures:
 
     Mutable state: a policy and the bytes per owner, `_lineage` (children stored in the tier),
     `_kept` (objects that should stay until a time), `_unwanted` (objects that go before all others)
-    and `_taken` (those of them that the present eviction chose); guarded by the owner of the books.
+    and `_taken` (those of them that the present eviction chose, and why); guarded by the owner of
+    the books.
     """
 
     def __init__(
@@ -26,6 +34,8 @@ class Departures:
         index: ObjectIndex,
         quotas: Quotas | None = None,
         capacity_bytes: Callable[[], int] = lambda: 0,
+        *,
+        groups: Sequence[ObjectGroup] = PLAIN_GROUPS,
     ) -> None:
         self._index = index
         self._quotas = quotas or Quotas()
@@ -33,10 +43,10 @@ class Departures:
         self._make_policy = type(policy)
         self._policies: dict[str, EvictionPolicy] = {"": policy}
         self._owned_bytes: dict[str, int] = {}
-        self._lineage = Lineage()
+        self._lineage = Lineage(groups)
         self._kept: dict[ObjectKey, float] = {}
-        self._unwanted: dict[ObjectKey, None] = {}
-        self._taken: set[ObjectKey] = set()
+        self._unwanted = Unwanted()
+        self._taken: dict[ObjectKey, tuple[Reason, ...]] = {}
 
     # ---- coming and staying ----
 
@@ -96,7 +106,8 @@ class Departures:
                     policy.renew(key)
                 else:
                     policy.touch(key)
-                self._unwanted.pop(key, None)
+                self._unwanted.discard(record)
+                record.is_passing, record.is_used = False, True
 
     def discourage(self, keys: Sequence[ObjectKey]) -> None:
         """Let the end of a chain, given head first, go before all others, until it is used again.
@@ -108,7 +119,19 @@ class Departures:
                 continue
             if self._lineage.counts.get(key, 0) > 1:
                 return
-            self._unwanted[key] = None
+            self._unwanted.add(self._index.records[key], Reason.UNEXPECTED)
+
+    def give_up(self, record: ObjectRecord) -> None:
+        """Let an indexed object be one of the first to go: no request can use it.
+
+        Of a chain its end must be given up first, or each eviction has to pass those before it.
+        """
+        if record.key in self._policies[record.owner]:  # else it is on its way out
+            self._unwanted.add(record, Reason.WORTHLESS)
+
+    def want_again(self, record: ObjectRecord) -> None:
+        """Undo `give_up`; what nobody was expected to come for is expected no more than before."""
+        self._unwanted.discard(record, [Reason.WORTHLESS])
 
     def keep(self, keys: Sequence[ObjectKey], until: float) -> None:
         """Evict these last, until that time (monotonic seconds)."""
@@ -129,16 +152,15 @@ class Departures:
         """The objects that would leave first, at most `limit` of them. Nothing changes."""
         policy = self._policies[self._fullest_owner()]
         keys: list[ObjectKey] = []
-        unwanted = [
-            record for key in self._unwanted if self.may_leave(record := self._index.records[key])
-        ][:limit]
+        unwanted = list(islice(filter(self._may_leave_first, self._unwanted), limit))
         while len(keys) < limit - len(unwanted):
             chosen = policy.evict(1)
             if chosen is None:
                 break
             keys += chosen
         policy.restore(keys)
-        others = [self._index.records[key] for key in keys if key not in self._unwanted]
+        records = (self._index.records[key] for key in keys)
+        others = [record for record in records if record not in self._unwanted]
         return [*unwanted, *others]
 
     def shortfall_bytes(self, owner: str, size_bytes: int) -> int:
@@ -149,22 +171,31 @@ class Departures:
         return self._owned_bytes.get(owner, 0) + size_bytes - limit_bytes
 
     def evict(
-        self, size_bytes: int, *, owner: str | None = None, limit: int | None = None
+        self,
+        size_bytes: int,
+        *,
+        owner: str | None = None,
+        limit: int | None = None,
+        only_unwanted: bool = False,
+        before: Sequence[ObjectRecord] = (),
     ) -> list[ObjectRecord] | None:
         """Choose objects of `size_bytes` together, no more than it takes, tails before heads.
 
         They have left the order; the caller takes them out of the index. Without `limit` it is all
         or nothing: None changes nothing. With it, as many as there are and at most so many. Only
-        those of `owner`, if one is given.
+        those of `owner`, if one is given; only what goes before all others with `only_unwanted`.
+        What was chosen `before` belongs to the same all or nothing.
         """
-        self._taken.clear()
+        if not before:
+            self._taken.clear()
         victims: list[ObjectRecord] = []
         while size_bytes > 0 and (limit is None or len(victims) < limit):
-            chosen = self._choose(self._fullest_owner() if owner is None else owner)
+            payer = self._fullest_owner() if owner is None else owner
+            chosen = self._choose(payer, only_unwanted=only_unwanted)
             if chosen is None:
                 if limit is not None:
                     break
-                self.take_back(victims)
+                self.take_back([*before, *victims])
                 return None
             self.abandon(chosen.parent_hash, chosen.group)  # the parent may be the next
             self._gone(chosen)
@@ -174,12 +205,13 @@ class Departures:
 
     def take_back(self, victims: Sequence[ObjectRecord]) -> None:
         """Undo an `evict`: its victims are the next to go again."""
-        for record in reversed(victims):
-            if record.key in self._taken:
-                self._policies[record.owner].insert(record.key)
-                self._unwanted = {record.key: None, **self._unwanted}
-            else:
+        for record in reversed(victims):  # first: nothing evicted comes back after an insertion
+            if not self._is_removed(record):
                 self._policies[record.owner].restore([record.key])
+        for record in reversed(victims):
+            if self._is_removed(record):
+                self._policies[record.owner].insert(record.key)
+            self._unwanted.put_back(record, self._taken.get(record.key, ()))
             self._count(record, record.size_bytes)
         for record in victims:
             self.adopt(record.parent_hash, record.group)
@@ -197,21 +229,26 @@ class Departures:
         for policy in self._policies.values():
             policy.check()
         assert self._kept.keys() <= self._index.records.keys()
-        assert self._unwanted.keys() <= self._index.records.keys()
+        assert all(map(self._index.is_current, self._unwanted))
         self._lineage.check(records)
 
     # ---- inside ----
 
-    def _choose(self, owner: str) -> ObjectRecord | None:
+    def _choose(self, owner: str, *, only_unwanted: bool = False) -> ObjectRecord | None:
         """The next to go; of what should stay a while only when there is nothing else."""
         policy = self._policies.get(owner)
         if policy is None:
             return None
-        unwanted = self._next_unwanted(owner) if self._unwanted else None
+        unwanted = self._unwanted.first(owner, self._may_leave_first)
         if unwanted is not None:
-            policy.remove(unwanted.key)
-            self._taken.add(unwanted.key)
+            self._taken[unwanted.key] = self._unwanted.reasons(unwanted)
+            if self._is_removed(unwanted):
+                policy.remove(unwanted.key)
+            else:
+                policy.expel(unwanted.key)
             return unwanted
+        if only_unwanted:
+            return None
         chosen = policy.evict(1)
         while chosen is None:
             soonest = self._soonest_kept(owner)
@@ -221,12 +258,12 @@ class Departures:
             chosen = policy.evict(1)
         return self._index.records[chosen[0]]
 
-    def _next_unwanted(self, owner: str) -> ObjectRecord | None:
-        for key in self._unwanted:
-            record = self._index.records[key]
-            if record.owner == owner and self.may_leave(record) and key not in self._kept:
-                return record
-        return None
+    def _is_removed(self, record: ObjectRecord) -> bool:
+        """Whether the policy was to forget a victim: what was wanted once it remembers."""
+        return record.key in self._taken and record.is_passing
+
+    def _may_leave_first(self, record: ObjectRecord) -> bool:
+        return record.key not in self._kept and self.may_leave(record)
 
     def _soonest_kept(self, owner: str) -> ObjectKey | None:
         kept = [key for key in self._kept if self._index.records[key].owner == owner]
@@ -256,4 +293,4 @@ class Departures:
     def _gone(self, record: ObjectRecord) -> None:
         self._count(record, -record.size_bytes)
         self._kept.pop(record.key, None)
-        self._unwanted.pop(record.key, None)
+        self._unwanted.discard(record)

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from opal_connector.managers.asking import Asking
 from opal_connector.managers.coordinator import OpalKVCacheCoordinator
-from opal_connector.managers.planning import before_any_load
-from opal_connector.managers.request import Lease, OpalRequest, block_count
-from opal_connector.managers.single_type import Segment
+from opal_connector.managers.request import Lease, OpalRequest
+from opal_connector.managers.segments import Segment
 from opal_connector.managers.storage_manager import OpalStorageManager
 
 LEASE_SECONDS = 60.0
@@ -83,28 +82,32 @@ class Leases:
         _, computed_blocks, max_blocks = asked
         old = request.lease
         kept: Sequence[Segment] = ()
-        if old is not None and old.still_answers(asked):
-            kept = old.segments
-        first_block = computed_blocks + block_count(kept)
+        kept_blocks = 0
+        if self._coordinator.extends_hits and old is not None and old.still_answers(asked):
+            kept, kept_blocks = old.segments, old.block_count
+        first_block = computed_blocks + kept_blocks
         plan = self._coordinator.find_hit(
-            request.chain.hashes, computed_blocks=first_block, max_blocks=max_blocks
+            request.chain, computed_blocks=first_block, max_blocks=max_blocks
         )
-        found = before_any_load(plan)
-        may_grow = plan.is_waiting or len(found) < len(plan.segments)
-        if self._storage.is_opening and first_block + plan.block_count < max_blocks:
+        request.junction_blocks = max(request.junction_blocks, plan.junction_blocks)
+        stop_block = first_block + plan.block_count
+        may_grow = plan.is_waiting
+        if self._storage.is_opening and stop_block < max_blocks:
             may_grow = True  # a tier that does not know yet what it has may have the rest
         if may_grow and self._may_wait(request, now):
             self.release(request)
             return None
-        stop_block = first_block + sum(segment.block_count for segment in found)
         if self._is_asked(request, stop_block, max_blocks, now):
             self.release(request)
             return None
-        for segment in (*kept, *found):
+        for segment in (*kept, *plan.segments):
             self._storage.tiers[segment.tier].pin(segment.record)
         self.release(request)
         request.lease = Lease(
-            asked=asked, computed_blocks=computed_blocks, segments=(*kept, *found)
+            asked=asked,
+            computed_blocks=computed_blocks,
+            segments=(*kept, *plan.segments),
+            block_count=kept_blocks + plan.block_count,
         )
         self._leased[id(request)] = request
         return request.lease

@@ -9,17 +9,20 @@ class Wipe:
 
     A worker runs jobs in any order: what was written meanwhile could go with the old files.
 
-    Mutable state: `is_due` (no job does it yet) and `is_unfinished`; guarded by the owner of the
-    books.
+    Mutable state: `is_due` (no job does it yet), `is_unfinished` and `generation`, which tells what
+    was seen before a wipe began or ended from what was seen after; guarded by the owner of the
+    books, and read by anybody.
     """
 
     def __init__(self) -> None:
+        self.generation = 0
         self.is_due = False
         self.is_unfinished = False
 
     def want(self) -> None:
         """Have everything deleted that is there now."""
         self.is_due = self.is_unfinished = True
+        self.generation += 1
 
     def take_due(self) -> bool:
         """Whether a job has to do it now; the caller sees to it."""
@@ -28,6 +31,7 @@ class Wipe:
 
     def end(self, *, is_done: bool) -> None:
         """The job has ended: nothing is left, or it is to be tried again."""
+        self.generation += 1
         self.is_due = self.is_due or not is_done
         self.is_unfinished = self.is_due
 
@@ -82,7 +86,7 @@ class LeavingObjects:
         """Give up an object's room: at once, or when its file is gone."""
         record.state = ObjectState.ABSENT
         if not self._space.frees_later or record.is_gone:
-            self._space.free(record.rows)
+            self._space.free(record.rows, record.size_bytes)
             return
         self._records[record.key] = record
         self._due.append(record)
@@ -115,7 +119,7 @@ class LeavingObjects:
             return
         del self._records[record.key]
         self.size_bytes -= record.size_bytes
-        self._space.free(record.rows)
+        self._space.free(record.rows, record.size_bytes)
 
     def records(self) -> list[ObjectRecord]:
         """Everything that still takes room."""

@@ -8,30 +8,24 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from opal_connector.events import KVCEvent
 from opal_connector.keys import OpalTokenDatabase, RequestIdentity
 from opal_connector.managers.asking import Asking
 from opal_connector.managers.audit import audit_promises, audit_tier
+from opal_connector.managers.block_tables import BlockTables, StateBlock
 from opal_connector.managers.coordinator import OpalKVCacheCoordinator
 from opal_connector.managers.counters import BookCounters, add
 from opal_connector.managers.hints import NO_HINTS, RequestHints
 from opal_connector.managers.jobs import JobKind, JobTable, OpenJob
 from opal_connector.managers.leases import Leases
+from opal_connector.managers.load_planning import draft_load, tier_tokens
 from opal_connector.managers.lookups import MISS, WAIT, LookupResult, LookupState
 from opal_connector.managers.placement import Placement, TierRules
-from opal_connector.managers.planning import (
-    StoreDraft,
-    describe_stores,
-    draft_load,
-    draft_store,
-    tier_tokens,
-)
+from opal_connector.managers.planning import StorePlan, describe_stores
 from opal_connector.managers.quotas import Quotas
-from opal_connector.managers.records import ObjectKey
+from opal_connector.managers.records import ObjectKey, group_of
 from opal_connector.managers.refusals import Refusal
-from opal_connector.managers.request import OpalRequest, block_count
+from opal_connector.managers.request import OpalRequest
 from opal_connector.managers.settlement import Settlement
 from opal_connector.managers.storage_manager import OpalStorageManager
 from opal_connector.managers.upkeep import Upkeep
@@ -70,8 +64,11 @@ class OpalKVCacheManager:
     ) -> None:
         self.database = database
         self.storage = storage
+        self.layout = coordinator.layout
         self.tier_names = tuple(tier.tier for tier in storage.tiers)
-        self._coordinator = coordinator
+        self.coordinator = coordinator
+        if not self.layout.is_plain:
+            storage.tie(self.layout)
         self._lock = threading.Lock()
         self._version = 0
         self._looked_at_version = -1
@@ -85,13 +82,7 @@ class OpalKVCacheManager:
         self._placement = Placement(
             storage, rules or [TierRules()] * len(storage.tiers), self._counters
         )
-        self._settlement = Settlement(
-            storage,
-            self._placement,
-            self._counters,
-            chunk_blocks=database.chunk_blocks,
-            block_tokens=database.block_tokens,
-        )
+        self._settlement = Settlement(storage, self._placement, self._counters, coordinator)
         self._upkeep = Upkeep(storage, self._placement, self._jobs, ranks)
 
     def __repr__(self) -> str:
@@ -109,7 +100,8 @@ class OpalKVCacheManager:
         """The books' view of a request. Nothing is promised yet."""
         owner = self._quotas.owner(identity.cache_salt if identity is not None else None)
         chain = self.database.chain(identity)
-        return OpalRequest(request_id, chain, lora_name, owner=owner, hints=hints)
+        groups = max(1, len(self.coordinator.managers))
+        return OpalRequest(request_id, chain, lora_name, owner=owner, hints=hints, groups=groups)
 
     # ---- lookup ----
 
@@ -127,10 +119,11 @@ class OpalKVCacheManager:
             lease = self._leases.answer(request, (self._version, computed_blocks, max_blocks), now)
             if lease is None:
                 return WAIT
+            request.joins.update((computed_blocks, computed_blocks + lease.block_count, max_blocks))
             if not lease.segments:
                 return MISS
-            tokens = tier_tokens(lease.segments, self.tier_names, self.database.block_tokens)
-            return LookupResult(LookupState.HIT, block_count(lease.segments), tokens)
+            tokens = tier_tokens(lease.segments, self.tier_names)
+            return LookupResult(LookupState.HIT, lease.block_count, tokens)
 
     def release(self, request: OpalRequest) -> None:
         """End the promise of a lookup that no load will follow."""
@@ -145,34 +138,41 @@ class OpalKVCacheManager:
 
     # ---- plan ----
 
-    def plan_load(self, request: OpalRequest, block_ids: Sequence[int]) -> LoadJob:
-        """Turn the leased hit into a job that fills `block_ids`, the blocks behind the computed.
+    def plan_load(
+        self, request: OpalRequest, tables: BlockTables, *, first_block: int, block_count: int
+    ) -> LoadJob:
+        """Turn the leased hit into a job that fills so many blocks from `first_block` on.
 
-        Destinations that the lease does not cover are named in the job as missing, so that the
-        host recomputes them.
+        Blocks of the database, as in `lookup`. Destinations that the lease does not cover are named
+        in the job as missing, so that the host recomputes them.
         """
+        block_tokens = self.database.block_tokens
         with self._lock:
             lease = request.lease
             draft = draft_load(
                 lease.segments if lease is not None else (),
-                block_ids,
+                tables,
                 self.storage,
-                self.database.block_tokens,
+                self.layout,
+                first_token=first_block * block_tokens,
+                stop_token=(first_block + block_count) * block_tokens,
             )
             self._leases.release(request)
             self._version += bool(draft.planned)  # whoever else was promised these must wait
             request.waiting_since = None
             for item in draft.planned:
-                add(request.hit_tokens, self.tier_names[item.tier], item.tokens)
+                if draft.missing and not self.layout.is_plain:
+                    item.tokens = 0  # the host will take it for failed as a whole
+                if item.tokens:
+                    add(request.hit_tokens, self.tier_names[item.tier], item.tokens)
             for item in reversed(draft.planned):
                 self.storage.tiers[item.tier].touch([item.record.key])
-            covered = sum(len(transfer.block_ids) for transfer in draft.transfers)
             kept = [draft.kept.get(position) for position in range(len(draft.planned))]
             return LoadJob(
                 self._jobs.open(JobKind.LOAD, request, draft.planned),
                 request.request_id,
                 tuple(draft.transfers),
-                tuple(block_ids[covered:]),
+                draft.missing,
                 self._jobs.open(JobKind.COPY, None, kept) if draft.kept else 0,
             )
 
@@ -181,9 +181,10 @@ class OpalKVCacheManager:
         request: OpalRequest,
         *,
         full_blocks: int,
-        block_ids: Sequence[int],
+        tables: BlockTables,
         include_tail: bool,
         tokens: Sequence[int] = (),
+        states: Sequence[StateBlock] = (),
         max_blocks: int | None = None,
     ) -> StoreJob | None:
         """Reserve room for what is computed and not stored: whole chunks, and the tail if asked.
@@ -191,9 +192,10 @@ class OpalKVCacheManager:
         Args:
             request: Whose chain it is.
             full_blocks: Blocks whose KV is, or will surely be at the end of this step, complete.
-            block_ids: The request's paged blocks from its first block on.
+            tables: The request's paged blocks from its first block on.
             include_tail: Also store whole blocks after the last whole chunk.
             tokens: The request's tokens, for events.
+            states: Blocks that the host has handed over, because a table does not name them.
             max_blocks: Store no more than that many blocks now; the rest is dropped this time.
 
         Returns:
@@ -201,25 +203,24 @@ class OpalKVCacheManager:
         """
         if request.hints.drop:
             return None
-        full_blocks = min(full_blocks, len(block_ids), len(request.chain.hashes))
-        block_tokens = self.database.block_tokens
         with self._lock:
-            draft = self._draft_store(request, full_blocks, block_ids, include_tail, max_blocks)
-            if draft.drop_reason == Refusal.NO_PARENT and request.next_chunk:
-                # What was stored of the head has left since: begin there again.
-                request.next_chunk = 0
-                draft = self._draft_store(request, full_blocks, block_ids, include_tail, max_blocks)
+            plan = StorePlan(request, self.storage, self.coordinator, tables, max_blocks=max_blocks)
+            if not request.joins:  # nothing was looked up: others may, where the prompt ends
+                request.joins.add(len(request.chain.hashes))
+            plan.add_states(states)  # offered once, and few: before chunks, which come again
+            plan.add_chunks(full_blocks, include_tail=include_tail)
+            draft = plan.draft
             if draft.drop_reason is not None:
                 add(self._counters.dropped_stores, draft.drop_reason, 1)
             if draft.drop_reason == Refusal.FULL:
                 self._looked_at_version = -1  # upkeep can make room, though nothing has changed
             request.drop_reason = draft.drop_reason
-            request.next_chunk = draft.next_chunk
-            request.stored_tokens = max(request.stored_tokens, draft.stored_blocks * block_tokens)
+            request.next_chunks = draft.next_chunks
+            request.stored_tokens = max(request.stored_tokens, draft.stored_tokens)
             if not draft.planned:
                 return None
             if self.storage.log.enabled:
-                describe_stores(draft.planned, request.chain.identity, tokens, block_tokens)
+                describe_stores(draft.planned, request.chain.identity, tokens, self.layout.groups)
             self._version += 1
             return StoreJob(
                 self._jobs.open(JobKind.STORE, request, draft.planned), tuple(draft.transfers)
@@ -289,7 +290,8 @@ class OpalKVCacheManager:
         """Give back what the request was promised and record its use of the chain."""
         with self._lock:
             self._leases.release(request)
-            keys = self._coordinator.chain_keys(request.chain.hashes)
+            keys = self.coordinator.chain_keys(request.chain, request.joins)
+            self._end_windows(request, keys)
             self.storage.touch(keys, request.used)
             self._upkeep.used(keys)
             if request.hints is not NO_HINTS:
@@ -350,6 +352,8 @@ class OpalKVCacheManager:
         with self._lock:
             for tier in self.storage.tiers:
                 audit_tier(tier)
+            if self.storage.ties is not None:
+                self.storage.ties.check()
             promised = [segment.record for segment in self._leases.segments()]
             copies = audit_promises(self.storage.tiers, promised, self._jobs)
             self._placement.check(copies)
@@ -372,27 +376,11 @@ class OpalKVCacheManager:
         self._next_expiry = now + _EXPIRY_SECONDS
         self._version += bool(self.storage.expire(now))
 
-    def _draft_store(
-        self,
-        request: OpalRequest,
-        full_blocks: int,
-        block_ids: Sequence[int],
-        include_tail: bool,
-        max_blocks: int | None,
-    ) -> StoreDraft:
-        specs = self._coordinator.storable(
-            request.chain.hashes,
-            first_chunk=request.next_chunk,
-            full_blocks=full_blocks,
-            include_tail=include_tail,
-        )
-        if request.owner:
-            specs = [msgspec.structs.replace(spec, owner=request.owner) for spec in specs]
-        return draft_store(
-            specs,
-            block_ids=block_ids,
-            storage=self.storage,
-            chunk_blocks=self.database.chunk_blocks,
-            next_chunk=request.next_chunk,
-            max_blocks=full_blocks if max_blocks is None else max_blocks,
-        )
+    def _end_windows(self, request: OpalRequest, keys: Sequence[ObjectKey]) -> None:
+        """Of what a request stored of windows, let go first what is behind it and nobody used."""
+        if self.layout.is_plain:
+            return
+        needed = set(keys)
+        for key in request.used:
+            if key not in needed and not self.storage.groups[group_of(key)].is_chain:
+                self.storage.discourage_unused(key)

@@ -14,10 +14,10 @@ import msgspec
 from opal_connector.managers.admission import Admission
 from opal_connector.managers.counters import BookCounters, add
 from opal_connector.managers.jobs import PlannedCopy
-from opal_connector.managers.records import ObjectKey, ObjectRecord, ObjectSpec
+from opal_connector.managers.records import ObjectKey, ObjectRecord
 from opal_connector.managers.refusals import Refusal
 from opal_connector.managers.storage_manager import OpalStorageManager
-from opal_connector.transfers import ObjectCopy, ObjectName
+from opal_connector.transfers import ObjectCopy
 
 _QUEUE_OBJECTS = 16384  # beyond it the oldest wish is forgotten, and only a demotion can follow
 _FLIGHT_BYTES = 256 << 20  # of copies to one tier at a time
@@ -93,7 +93,7 @@ class Placement:
             self._draft_demotions(place, planned)
         transfers = [
             ObjectCopy(
-                ObjectName(item.target.group, item.target.parent_hash, item.target.run),
+                self._storage.name_of(item.target),
                 item.source_tier,
                 item.source.rows if item.source is not None else (),
                 item.target_tier,
@@ -149,7 +149,7 @@ class Placement:
             if found[0] >= target:
                 continue
             outcome = self._plan(found[0], found[1], target, planned, is_move=False)
-            if outcome in _RETRY:
+            if outcome in _RETRY and not _is_unworthy(found[1], outcome):
                 queue.appendleft(key)
                 return
 
@@ -169,13 +169,14 @@ class Placement:
             if excess_bytes <= 0:
                 return
             excess_bytes -= record.size_bytes
-            if any(below.contains(record.key) for below in self._storage.tiers[place + 1 :]):
+            is_below = any(below.contains(record.key) for below in self._storage.tiers[place + 1 :])
+            if is_below or self._storage.is_worthless(record.key):
                 tier.eviction_count += tier.remove(record.key)
             elif not self._has_room_in_flight(target):
                 return
             else:
                 outcome = self._plan(place, record, target, planned, is_move=True)
-                if outcome is not None and outcome not in _RETRY:
+                if outcome is not None and (outcome not in _RETRY or _is_unworthy(record, outcome)):
                     tier.eviction_count += tier.remove(record.key)  # nobody below takes it
 
     def _demotion_target(self, place: int) -> int | None:
@@ -199,9 +200,7 @@ class Placement:
         *,
         is_move: bool,
     ) -> Refusal | None:
-        outcome = self._storage.tiers[target].reserve(
-            ObjectSpec(source.group, source.parent_hash, source.run, 0, source.owner)
-        )
+        outcome = self._storage.tiers[target].reserve(source.as_spec())
         if isinstance(outcome, Refusal):
             return outcome
         outcome.describe_as(source)
@@ -219,3 +218,8 @@ class Placement:
             )
         )
         return None
+
+
+def _is_unworthy(record: ObjectRecord, outcome: Refusal | None) -> bool:
+    """Whether a full tier will make no room for this one: others must not wait behind it."""
+    return record.is_passing and outcome is Refusal.FULL

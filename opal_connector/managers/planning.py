@@ -1,210 +1,217 @@
-"""From leases and specs to the objects of a job. Called by the manager, under its lock."""
+"""From specs to the objects of a store. Called by the manager, under its lock."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 
-from opal_connector.keys import HASH_BYTES, RequestIdentity, engine_extra_keys
-from opal_connector.managers.coordinator import HitPlan
-from opal_connector.managers.counters import add
-from opal_connector.managers.jobs import PlannedCopy, PlannedObject
+import msgspec
+
+from opal_connector.keys import AttentionGroup, RequestIdentity, engine_extra_keys
+from opal_connector.managers.block_tables import NO_BLOCK, BlockTables, StateBlock
+from opal_connector.managers.coordinator import OpalKVCacheCoordinator
+from opal_connector.managers.drafts import JobDraft
+from opal_connector.managers.jobs import PlannedObject
 from opal_connector.managers.records import ObjectRecord, ObjectSpec
 from opal_connector.managers.refusals import Refusal
-from opal_connector.managers.single_type import Segment
+from opal_connector.managers.request import OpalRequest
 from opal_connector.managers.storage_manager import OpalStorageManager
-from opal_connector.transfers import ObjectName, ObjectTransfer
+from opal_connector.managers.windowed import MambaManager
+from opal_connector.transfers import ObjectTransfer, row_stamps
 
 IN_FLIGHT = "in_flight"  # so many blocks are being stored that the rest has to wait
-
-
-class JobDraft:
-    """The objects of a job being planned: what the worker gets, and what the books keep.
-
-    Attributes:
-        transfers: For the worker.
-        planned: For the books, at the same positions.
-        kept: Copies that a load leaves in the first tier.
-    """
-
-    __slots__ = ("kept", "planned", "transfers")
-
-    def __init__(self) -> None:
-        self.transfers: list[ObjectTransfer] = []
-        self.planned: list[PlannedObject] = []
-        self.kept: dict[int, PlannedCopy] = {}
 
 
 class StoreDraft(JobDraft):
     """A store being planned.
 
     Attributes:
-        drop_reason: Why the rest was not planned, None if everything was.
-        next_chunk: The first whole chunk that is neither stored nor being stored.
-        stored_blocks: Where the stored beginning of the sequence ends.
+        drop_reason: Why something was not planned, None if everything was.
+        next_chunks: Per group the first whole chunk that is neither stored nor being stored.
+        stored_tokens: Where the stored beginning of the sequence ends.
     """
 
-    __slots__ = ("drop_reason", "next_chunk", "stored_blocks")
+    __slots__ = ("drop_reason", "next_chunks", "stored_tokens")
 
-    def __init__(self, next_chunk: int) -> None:
+    def __init__(self, next_chunks: Sequence[int]) -> None:
         super().__init__()
         self.drop_reason: str | None = None
-        self.next_chunk = next_chunk
-        self.stored_blocks = 0
+        self.next_chunks = list(next_chunks)
+        self.stored_tokens = 0
 
 
-def before_any_load(plan: HitPlan) -> tuple[Segment, ...]:
-    """The segments before the first one that somebody loads now: no object is loaded twice."""
-    for position, segment in enumerate(plan.segments):
-        if segment.record.loads:
-            return plan.segments[:position]
-    return plan.segments
+class StorePlan:
+    """Reserves room for the objects of one request, until one is refused.
 
+    What follows a refused chunk of a chain is not stored either: nothing could reach it. Of a group
+    that is no chain only the refused object is left out, and tried again while its blocks are
+    there.
 
-def tier_tokens(
-    segments: Sequence[Segment], tier_names: Sequence[str], block_tokens: int
-) -> dict[str, int]:
-    """Tokens of `segments` by the tier that they come from."""
-    tokens: dict[str, int] = {}
-    for segment in segments:
-        add(tokens, tier_names[segment.tier], segment.block_count * block_tokens)
-    return tokens
-
-
-def draft_load(
-    segments: Sequence[Segment],
-    block_ids: Sequence[int],
-    storage: OpalStorageManager,
-    block_tokens: int,
-) -> JobDraft:
-    """Fill `block_ids` from `segments`, in order, as far as they reach; pins what it uses.
-
-    What comes from files is kept in the first tier where that has room, unless the load needs only
-    a small part of it.
+    Mutable state: the draft, the blocks that may still be planned, and the groups `_stopped` of
+    which something was refused, to be tried again from there on; used under the lock of the books.
     """
-    draft = JobDraft()
-    covered = 0
-    for segment in segments:
-        count = min(segment.block_count, len(block_ids) - covered)
-        if count <= 0:
-            break
-        destinations = tuple(block_ids[covered : covered + count])
-        storage.tiers[segment.tier].pin(segment.record, loading=True)
-        kept = _keep(segment, count, storage)
-        if kept is not None:
-            draft.kept[len(draft.planned)] = kept
-        transfer = _load_transfer(segment, count, destinations, storage, kept)
-        draft.transfers.append(transfer)
-        draft.planned.append(
-            PlannedObject(tier=segment.tier, record=segment.record, tokens=count * block_tokens)
+
+    def __init__(
+        self,
+        request: OpalRequest,
+        storage: OpalStorageManager,
+        coordinator: OpalKVCacheCoordinator,
+        tables: BlockTables,
+        *,
+        max_blocks: int | None = None,
+    ) -> None:
+        self.draft = StoreDraft(request.next_chunks)
+        self._request = request
+        self._storage = storage
+        self._coordinator = coordinator
+        self._tables = tables
+        self._blocks_left = sys.maxsize if max_blocks is None else max_blocks
+        self._stopped: set[int] = set()
+
+    def add_chunks(self, full_blocks: int, *, include_tail: bool) -> None:
+        """Plan what is computed of every group and not stored."""
+        full_blocks = min(full_blocks, self._tabled_blocks(), len(self._request.chain.hashes))
+        self._add(self._specs(full_blocks, include_tail=include_tail))
+        if self.draft.drop_reason == Refusal.NO_PARENT and any(self._request.next_chunks):
+            # What was stored of the head has left since: begin there again.
+            self.draft.next_chunks = [0] * len(self.draft.next_chunks)
+            self.draft.drop_reason = None
+            self._stopped.clear()
+            self._add(self._specs(full_blocks, include_tail=include_tail))
+
+    def _specs(self, full_blocks: int, *, include_tail: bool) -> list[ObjectSpec]:
+        request = self._request
+        specs = self._coordinator.storable(
+            request.chain,
+            next_chunks=self.draft.next_chunks,
+            full_blocks=full_blocks,
+            include_tail=include_tail,
+            junction_blocks=request.junction_blocks,
         )
-        covered += count
-    return draft
+        if request.owner:
+            specs = [msgspec.structs.replace(spec, owner=request.owner) for spec in specs]
+        return specs
 
-
-def draft_store(
-    specs: Sequence[ObjectSpec],
-    *,
-    block_ids: Sequence[int],
-    storage: OpalStorageManager,
-    chunk_blocks: int,
-    next_chunk: int,
-    max_blocks: int,
-) -> StoreDraft:
-    """Reserve room for `specs`, head first, until one is refused or `max_blocks` are planned.
-
-    What follows a refused chunk is not stored either: nothing could reach it.
-    """
-    draft = StoreDraft(next_chunk)
-    for spec in specs:
-        if spec.block_count > max_blocks:
-            draft.drop_reason = IN_FLIGHT
-            break
-        outcome = storage.reserve(spec)
-        if not isinstance(outcome, Refusal):
-            place, record = outcome
-            max_blocks -= spec.block_count
-            draft.transfers.append(_store_transfer(spec, place, record, block_ids, storage))
-            draft.planned.append(
-                PlannedObject(tier=place, record=record, first_block=spec.first_block)
+    def _tabled_blocks(self) -> int:
+        """Hash blocks that the host's tables reach to."""
+        layout = self._coordinator.layout
+        return (
+            min(
+                (
+                    len(self._tables.tables[kv_group]) * attention.block_tokens
+                    for attention in layout.groups
+                    if attention.retention != "input"
+                    for kv_group in attention.kv_groups
+                ),
+                default=0,
             )
-        elif outcome is not Refusal.PRESENT:
-            draft.drop_reason = outcome.value
-            break
-        draft.stored_blocks = spec.first_block + spec.block_count
+            // layout.hash_block_tokens
+        )
+
+    def _add(self, specs: Sequence[ObjectSpec]) -> None:
+        """Plan these, in their order, as far as they go."""
+        for spec in specs:
+            manager = self._coordinator.managers[spec.group]
+            stop = spec.first_block + spec.block_count
+            addresses = [
+                address
+                for kv_group in manager.attention.kv_groups
+                for address in self._tables.addresses(kv_group, spec.first_block, stop)
+            ]
+            reason = None
+            if NO_BLOCK not in addresses:
+                reason = self._plan(spec, addresses)
+            elif manager.is_chain:
+                reason = Refusal.NO_PARENT.value
+            if spec.is_passing and reason == Refusal.FULL:
+                reason = None  # as it should be: it is worth nobody's room
+            if reason is not None:
+                self.draft.drop_reason = reason
+                self._stopped.add(spec.group)
+                if manager.is_chain:
+                    return
+            elif spec.group not in self._stopped:
+                self._advance(spec, manager.chunk_blocks)
+
+    def add_states(self, states: Sequence[StateBlock]) -> None:
+        """Plan states that the host has handed over, where all members of a group are there."""
+        handed = {(state.kv_group, state.boundary_tokens): state.block_id for state in states}
+        boundaries = sorted({boundary for _, boundary in handed})
+        for group, manager in enumerate(self._coordinator.managers):
+            if not isinstance(manager, MambaManager):
+                continue
+            hashes = self._coordinator.group_hashes(self._request.chain, group)
+            for boundary in boundaries:
+                spec = manager.state_spec(hashes, boundary)
+                addresses = self._state_addresses(handed, manager.attention, boundary)
+                if spec is None or not addresses:
+                    continue
+                reason = self._plan(spec, addresses, is_limited=False)
+                self.draft.drop_reason = reason or self.draft.drop_reason
+
+    def _state_addresses(
+        self, handed: Mapping[tuple[int, int], int], attention: AttentionGroup, boundary: int
+    ) -> list[int]:
+        found = [handed.get((kv_group, boundary)) for kv_group in attention.kv_groups]
+        if any(block_id is None or block_id == self._tables.null_block for block_id in found):
+            return []
+        stride = self._tables.group_stride
+        return [
+            kv_group * stride + block_id
+            for kv_group, block_id in zip(attention.kv_groups, found, strict=True)
+            if block_id is not None
+        ]
+
+    def _plan(
+        self, spec: ObjectSpec, addresses: Sequence[int], *, is_limited: bool = True
+    ) -> str | None:
+        """Why an object is not planned; None if it is, or is there already."""
+        if is_limited and len(addresses) > self._blocks_left:
+            return IN_FLIGHT
+        outcome = self._storage.reserve(spec)
+        if isinstance(outcome, Refusal):
+            return None if outcome is Refusal.PRESENT else outcome.value
+        place, record = outcome
+        self._blocks_left -= len(addresses)
+        self.draft.transfers.append(self._transfer(spec, place, record, addresses))
+        self.draft.planned.append(
+            PlannedObject(tier=place, record=record, first_block=spec.first_block)
+        )
+        return None
+
+    def _transfer(
+        self, spec: ObjectSpec, place: int, record: ObjectRecord, addresses: Sequence[int]
+    ) -> ObjectTransfer:
+        return ObjectTransfer(
+            tier=place,
+            group=spec.group,
+            tier_rows=record.rows,
+            block_ids=tuple(addresses),
+            stamps=row_stamps(spec.run, self._storage.members(spec.group), spec.group),
+            name=self._storage.file_name(record, place),
+        )
+
+    def _advance(self, spec: ObjectSpec, chunk_blocks: int) -> None:
+        stop = spec.first_block + spec.block_count
         if spec.block_count == chunk_blocks:
-            draft.next_chunk = draft.stored_blocks // chunk_blocks
-    return draft
+            self.draft.next_chunks[spec.group] = stop // chunk_blocks
+        if spec.group == 0:
+            attention = self._coordinator.managers[0].attention
+            self.draft.stored_tokens = stop * attention.block_tokens
 
 
 def describe_stores(
     planned: Sequence[PlannedObject],
     identity: RequestIdentity,
     tokens: Sequence[int],
-    block_tokens: int,
+    groups: Sequence[AttentionGroup],
 ) -> None:
     """Note what events will say of stored objects, where somebody hashes them himself."""
     for item in planned:
-        blocks = len(item.record.rows)
+        attention = groups[item.record.group]
+        if attention.retention == "input":
+            continue  # these are no tokens of the sequence
+        blocks, block_tokens = item.record.block_count, attention.block_tokens
         start = item.first_block * block_tokens
         item.token_ids = tuple(tokens[start : start + blocks * block_tokens])
         item.extra_keys = engine_extra_keys(
             identity, first_block=item.first_block, block_count=blocks, block_tokens=block_tokens
         )
-
-
-def _keep(segment: Segment, count: int, storage: OpalStorageManager) -> PlannedCopy | None:
-    """Room in the first tier for an object that is about to be read from a slower one."""
-    record = segment.record
-    first = storage.tiers[0]
-    if segment.tier == 0 or first.space.frees_later or 2 * count < len(record.rows):
-        return None
-    outcome = first.reserve(
-        ObjectSpec(record.group, record.parent_hash, record.run, 0, record.owner)
-    )
-    if isinstance(outcome, Refusal):
-        return None  # all of it is in use: the load goes past it
-    outcome.describe_as(record)
-    return PlannedCopy(source_tier=segment.tier, source=None, target_tier=0, target=outcome)
-
-
-def _name(record: ObjectRecord, place: int, storage: OpalStorageManager) -> ObjectName | None:
-    """What a tier of files has to know of an object; rows of memory need no name."""
-    if not storage.tiers[place].space.frees_later:
-        return None
-    return ObjectName(record.group, record.parent_hash, record.run)
-
-
-def _load_transfer(
-    segment: Segment,
-    count: int,
-    destinations: tuple[int, ...],
-    storage: OpalStorageManager,
-    kept: PlannedCopy | None,
-) -> ObjectTransfer:
-    start, stop = segment.object_offset, segment.object_offset + count
-    return ObjectTransfer(
-        tier=segment.tier,
-        group=segment.record.group,
-        tier_rows=segment.record.rows[start:stop],
-        block_ids=destinations,
-        stamps=segment.record.run[start * HASH_BYTES : stop * HASH_BYTES],
-        name=_name(segment.record, segment.tier, storage),
-        kept_tier=kept.target_tier if kept is not None else -1,
-        kept_rows=kept.target.rows if kept is not None else (),
-    )
-
-
-def _store_transfer(
-    spec: ObjectSpec,
-    place: int,
-    record: ObjectRecord,
-    block_ids: Sequence[int],
-    storage: OpalStorageManager,
-) -> ObjectTransfer:
-    stop = spec.first_block + spec.block_count
-    return ObjectTransfer(
-        tier=place,
-        group=spec.group,
-        tier_rows=record.rows,
-        block_ids=tuple(block_ids[spec.first_block : stop]),
-        stamps=spec.run,
-        name=_name(record, place, storage),
-    )

@@ -25,11 +25,17 @@ def object_key(chunk_hash: bytes, group: int) -> ObjectKey:
     return ObjectKey(chunk_hash + group.to_bytes(2, "little"))
 
 
+def group_of(key: ObjectKey) -> int:
+    """The attention group of an object."""
+    return int.from_bytes(key[HASH_BYTES:], "little")
+
+
 class ObjectSpec(msgspec.Struct, frozen=True, gc=False):
     """An object that could be stored.
 
     `run` is the concatenation of the hashes of its blocks, `first_block` the position of the first
-    one in its sequence. `owner` is who pays for its room.
+    one in its sequence, in blocks of its group. `owner` is who pays for its room. What `is_passing`
+    takes no room from anything that is not.
     """
 
     group: int
@@ -37,6 +43,7 @@ class ObjectSpec(msgspec.Struct, frozen=True, gc=False):
     run: bytes
     first_block: int
     owner: str = ""
+    is_passing: bool = False
 
     @property
     def block_count(self) -> int:
@@ -47,6 +54,20 @@ class ObjectSpec(msgspec.Struct, frozen=True, gc=False):
     def key(self) -> ObjectKey:
         """The index key."""
         return object_key(self.run[-HASH_BYTES:], self.group)
+
+
+class ObjectGroup(msgspec.Struct, frozen=True):
+    """What the books of a tier have to know of an attention group.
+
+    Each of its `members` has a row for every block of an object. Objects of what `is_chain` are
+    worth nothing without those before them.
+    """
+
+    members: int = 1
+    is_chain: bool = True
+
+
+PLAIN_GROUPS = (ObjectGroup(),)
 
 
 class ObjectRecord(msgspec.Struct, gc=False, eq=False):
@@ -71,11 +92,24 @@ class ObjectRecord(msgspec.Struct, gc=False, eq=False):
     lora_name: str | None = None
     extra_keys: tuple[ExtraKeys, ...] = ()
     is_gone: bool = False  # its file was removed by somebody else
+    is_passing: bool = False  # of use only half-way along the sequence, and not used yet
+    is_used: bool = False  # since it was stored here
 
     def describe_as(self, other: "ObjectRecord") -> None:
         """Take over what events say of the same object elsewhere."""
         self.tokens, self.lora_name = other.tokens, other.lora_name
         self.extra_keys = other.extra_keys
+
+    def as_spec(self) -> "ObjectSpec":
+        """The same object, to be stored elsewhere."""
+        return ObjectSpec(
+            self.group, self.parent_hash, self.run, 0, self.owner, is_passing=self.is_passing
+        )
+
+    @property
+    def block_count(self) -> int:
+        """Blocks in the object; it has as many rows for each of its members."""
+        return len(self.run) // HASH_BYTES
 
     @property
     def token_ids(self) -> tuple[int, ...]:

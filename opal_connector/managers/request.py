@@ -7,20 +7,21 @@ import msgspec
 from opal_connector.keys import TokenChain
 from opal_connector.managers.hints import NO_HINTS, RequestHints
 from opal_connector.managers.records import ObjectKey, ObjectState
-from opal_connector.managers.single_type import Segment
+from opal_connector.managers.segments import Segment
 
 
 class Lease(msgspec.Struct, gc=False):
     """Objects promised to a request between its lookup and its load.
 
     `asked` is the question (version of the books, computed blocks, most blocks): while it is the
-    same, asking again costs nothing. `deadline` (monotonic seconds) is the safety net, not the
-    mechanism.
+    same, asking again costs nothing. `block_count` are the hash blocks that it adds. `deadline`
+    (monotonic seconds) is the safety net, not the mechanism.
     """
 
     asked: tuple[int, int, int]
     computed_blocks: int
     segments: tuple[Segment, ...]
+    block_count: int = 0
     deadline: float = 0.0
 
     def still_answers(self, asked: tuple[int, int, int]) -> bool:
@@ -28,11 +29,6 @@ class Lease(msgspec.Struct, gc=False):
         return self.asked[1:] == asked[1:] and all(
             segment.record.state is ObjectState.READY for segment in self.segments
         )
-
-
-def block_count(segments: Sequence[Segment]) -> int:
-    """Blocks of all segments together."""
-    return sum(segment.block_count for segment in segments)
 
 
 class OpalRequest:
@@ -46,11 +42,14 @@ class OpalRequest:
         "asked_key",
         "chain",
         "drop_reason",
+        "failed_loads",
         "hints",
         "hit_tokens",
+        "joins",
+        "junction_blocks",
         "lease",
         "lora_name",
-        "next_chunk",
+        "next_chunks",
         "owner",
         "question",
         "request_id",
@@ -67,6 +66,7 @@ class OpalRequest:
         *,
         owner: str = "",
         hints: RequestHints = NO_HINTS,
+        groups: int = 1,
     ) -> None:
         self.request_id = request_id
         self.chain = chain
@@ -74,7 +74,10 @@ class OpalRequest:
         self.owner = owner
         self.hints = hints
         self.lease: Lease | None = None
-        self.next_chunk = 0
+        self.next_chunks = [0] * groups  # per attention group: the first chunk not stored
+        self.joins: set[int] = set()  # hash blocks where it went on, and where its prompt ended
+        self.failed_loads = 0  # of which nothing could be used
+        self.junction_blocks = 0  # where others that began alike went on otherwise
         self.waiting_since: float | None = None
         self.hit_tokens: dict[str, int] = {}
         self.stored_tokens = 0
@@ -82,6 +85,10 @@ class OpalRequest:
         self.question: tuple[int, float] | None = None  # to a shared tier, and when it is too late
         self.asked_key: bytes | None = None
         self.used: set[ObjectKey] = set()  # by its loads and stores: not to be counted again
+
+    def store_again(self) -> None:
+        """Look at all chunks again when something is to be stored; what is there stays."""
+        self.next_chunks = [0] * len(self.next_chunks)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Hash what is new of the request's tokens."""

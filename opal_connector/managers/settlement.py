@@ -6,8 +6,10 @@ Success and failure take the same way. Called by the manager, under its lock.
 from array import array
 
 from opal_connector.events import Copy, Insert, KVCEvent, Move, ObjectFact
+from opal_connector.managers.coordinator import OpalKVCacheCoordinator
 from opal_connector.managers.counters import BookCounters, add
 from opal_connector.managers.jobs import (
+    JobKind,
     OpenJob,
     PlannedCopy,
     PlannedDrop,
@@ -41,18 +43,23 @@ class Settlement:
         storage: OpalStorageManager,
         placement: Placement,
         counters: BookCounters,
-        *,
-        chunk_blocks: int,
-        block_tokens: int,
+        coordinator: OpalKVCacheCoordinator,
     ) -> None:
         self._storage = storage
         self._placement = placement
         self._counters = counters
-        self._chunk_blocks = chunk_blocks
-        self._block_tokens = block_tokens
+        self._managers = coordinator.managers
+        self._keeps_parts = coordinator.layout.is_plain
 
     def settle(self, job: OpenJob) -> None:
-        """Write down what became of every object of a job that all ranks have answered."""
+        """Write down what became of every object of a job that all ranks have answered.
+
+        A load that failed in part has brought its beginning, where all that counts is a prefix;
+        elsewhere nothing, because the request is computed as a whole.
+        """
+        is_lost = bool(job.failed) and not self._keeps_parts
+        if is_lost and job.kind is JobKind.LOAD and job.request is not None:
+            job.request.failed_loads += 1
         for position, item in enumerate(job.objects):
             if item is None:
                 continue
@@ -65,46 +72,48 @@ class Settlement:
                 self._end_drop(item, failure)
             elif isinstance(item, PlannedWipe):
                 self._storage.tiers[item.tier].leaving.wipe.end(is_done=failure is None)
-            elif item.tokens:
-                assert job.request is not None
-                self._end_load(job.request, item, failure)
+            elif job.kind is JobKind.LOAD:
+                if job.request is not None and item.tokens and (is_lost or failure is not None):
+                    tier = self._storage.tiers[item.tier].tier
+                    add(job.request.hit_tokens, tier, -item.tokens)
+                self._end_load(item, failure)
             else:
-                assert job.request is not None
                 self._end_store(job.request, item, failure)
 
-    def _end_load(
-        self, request: OpalRequest, item: PlannedObject, failure: FailureKind | None
-    ) -> None:
+    def _end_load(self, item: PlannedObject, failure: FailureKind | None) -> None:
         tier = self._storage.tiers[item.tier]
-        if failure is not None:
-            add(request.hit_tokens, tier.tier, -item.tokens)
-            if failure not in _NOT_A_FAULT:
-                tier.quarantine(item.record)
+        if failure is not None and failure not in _NOT_A_FAULT:
+            tier.quarantine(item.record)
         tier.unpin(item.record, loading=True)
 
     def _end_store(
-        self, request: OpalRequest, item: PlannedObject, failure: FailureKind | None
+        self, request: OpalRequest | None, item: PlannedObject, failure: FailureKind | None
     ) -> None:
+        """End one write. A host that has no requests plans again by itself."""
         tier = self._storage.tiers[item.tier]
+        lora_name = request.lora_name if request is not None else None
 
         if item.token_ids:  # for the copies that follow, too
             item.record.tokens = array("I", item.token_ids).tobytes()
-            item.record.lora_name = request.lora_name
+            item.record.lora_name = lora_name
             item.record.extra_keys = item.extra_keys
 
         def announce(fact: ObjectFact) -> KVCEvent:
-            return Insert(fact, tier.tier, item.token_ids, request.lora_name, item.extra_keys)
+            return Insert(fact, tier.tier, item.token_ids, lora_name, item.extra_keys)
 
-        tier.space.end_write(len(item.record.rows))
+        tier.space.end_write(item.record.size_bytes)
         stored = tier.commit(item.record, stored=failure is None, announce=announce)
         if stored:
             self._placement.offer(item.record.key, item.tier)
-        elif failure is not None:
+        elif failure is not None and request is not None:
             # The next plan tries this chunk again; a failed key is never "present".
-            chunk = item.first_block // self._chunk_blocks
-            request.next_chunk = min(request.next_chunk, chunk)
-            stored_tokens = item.first_block * self._block_tokens
-            request.stored_tokens = min(request.stored_tokens, stored_tokens)
+            group = item.record.group
+            manager = self._managers[group]
+            chunk = item.first_block // manager.chunk_blocks
+            request.next_chunks[group] = min(request.next_chunks[group], chunk)
+            if manager.is_chain:
+                stored_tokens = item.first_block * manager.attention.block_tokens
+                request.stored_tokens = min(request.stored_tokens, stored_tokens)
 
     def _end_copy(self, item: PlannedCopy, failure: FailureKind | None) -> None:
         source, target = (
@@ -127,7 +136,7 @@ class Settlement:
             shared_blocks = source.index.shared_without(item.source)
             return Move(fact, source.tier, target.tier, shared_blocks, *said)
 
-        target.space.end_write(len(item.target.rows))
+        target.space.end_write(item.target.size_bytes)
         stored = target.commit(item.target, stored=failure is None, announce=announce)
         has_moved = is_moving and stored and item.target.is_readable
         is_moving = False

@@ -20,7 +20,7 @@ class SharedSpace:
     frees_later = True
     is_shared = True
 
-    def __init__(self, *, capacity_bytes: int, file_bytes: Callable[[int], int]) -> None:
+    def __init__(self, *, capacity_bytes: int, file_bytes: Callable[[int, int], int]) -> None:
         self.capacity_bytes = capacity_bytes
         self.unused_bytes = 0
         self._file_bytes = file_bytes
@@ -59,13 +59,15 @@ class SharedSpace:
         left = max(0, self._crowded_grants - 1)
         self._crowded_grants = _CROWDED_GRANTS if was_crowded else left
 
-    def size_bytes(self, block_count: int) -> int:
+    def size_bytes(self, block_count: int, members: int = 1) -> int:
         """The file of an object of so many blocks."""
-        return self._file_bytes(block_count)
+        return self._file_bytes(block_count, members)
 
-    def allocate(self, block_count: int, *, force: bool = False) -> tuple[int, ...] | None:
+    def allocate(
+        self, block_count: int, members: int = 1, *, force: bool = False
+    ) -> tuple[int, ...] | None:
         """Positions in a new file, if it was granted; with `force` in one that is there."""
-        size_bytes = self._file_bytes(block_count)
+        size_bytes = self._file_bytes(block_count, members)
         if not force:
             if size_bytes > self.unused_bytes:
                 share = max(1, self.capacity_bytes // 64)
@@ -75,15 +77,16 @@ class SharedSpace:
             self.unused_bytes -= size_bytes
             self._in_flight_bytes += size_bytes
         self._known_bytes += size_bytes
-        return tuple(range(block_count))
+        return tuple(range(block_count * members))
 
-    def end_write(self, block_count: int) -> None:
+    def end_write(self, size_bytes: int) -> None:
         """A file is there, or will not be."""
-        self._in_flight_bytes -= self._file_bytes(block_count)
+        self._in_flight_bytes -= size_bytes
 
-    def free(self, rows: tuple[int, ...]) -> None:
+    def free(self, rows: tuple[int, ...], size_bytes: int) -> None:
         """A file is gone. Its bytes are anybody's now."""
-        self._known_bytes -= self._file_bytes(len(rows))
+        del rows
+        self._known_bytes -= size_bytes
 
     def shrink(self, foreign_bytes: int) -> None:
         """Nothing: what others have is part of the limit."""

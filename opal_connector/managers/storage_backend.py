@@ -16,6 +16,8 @@ from opal_connector.managers.leaving import LeavingObjects
 from opal_connector.managers.object_index import ObjectIndex
 from opal_connector.managers.quotas import Quotas
 from opal_connector.managers.records import (
+    PLAIN_GROUPS,
+    ObjectGroup,
     ObjectKey,
     ObjectRecord,
     ObjectSpec,
@@ -23,6 +25,7 @@ from opal_connector.managers.records import (
     object_key,
 )
 from opal_connector.managers.refusals import Refusal
+from opal_connector.managers.room import Room
 from opal_connector.managers.tier_pool import Space
 from opal_connector.managers.watermarks import TierLimits, Watermarks
 from opal_connector.transfers import ObjectName, TierHealth
@@ -46,10 +49,12 @@ class OpalStorageBackend:
         policy: EvictionPolicy,
         log: EventLog,
         limits: TierLimits | None = None,
+        groups: Sequence[ObjectGroup] = PLAIN_GROUPS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tier = tier
         self.space = space
+        self.groups = tuple(groups)
         self._clock = clock
         self.health = TierHealth.OK
         self.generation = 0
@@ -60,9 +65,11 @@ class OpalStorageBackend:
         self.levels = Watermarks(space, self.leaving, limits)
         self._log = log
         self.index = ObjectIndex()
+        quotas = Quotas(limits.quotas)
         self.order = Departures(
-            policy, self.index, Quotas(limits.quotas), lambda: space.capacity_bytes
+            policy, self.index, quotas, lambda: space.capacity_bytes, groups=self.groups
         )
+        self._room = Room(space, self.levels, self.order, self.groups, self._evict)
         self.expiry = Expiry(limits.ttl_seconds)
         # Written, and waiting for their parent to be: parent key -> what `commit` was given.
         self._orphans: dict[ObjectKey, list[tuple[ObjectRecord, Announce]]] = {}
@@ -70,8 +77,7 @@ class OpalStorageBackend:
     def __repr__(self) -> str:
         return (
             f"<OpalStorageBackend {self.tier}: {len(self.index.records)} objects, "
-            f"{self.used_bytes}/{self.capacity_bytes} bytes, "
-            f"{len(self.leaving)} leaving>"
+            f"{self.used_bytes}/{self.capacity_bytes} bytes, {len(self.leaving)} leaving>"
         )
 
     def __len__(self) -> int:
@@ -130,7 +136,7 @@ class OpalStorageBackend:
         if refusal is not None:
             return refusal
         self.order.adopt(spec.parent_hash, spec.group)
-        rows = self._make_room(spec.block_count, spec.owner)
+        rows = self._room.make(spec)
         if rows is None:
             self.order.abandon(spec.parent_hash, spec.group)
             return Refusal.FULL
@@ -157,8 +163,8 @@ class OpalStorageBackend:
             record.state = ObjectState.ABSENT
             self.leaving.release(record)
             return False
-        if stored and record.parent_hash != CHAIN_ROOT:
-            parent_key = object_key(record.parent_hash, record.group)
+        parent_key = self._parent_key(record)
+        if stored and parent_key is not None:
             if self._is_parent_coming(parent_key):
                 self._orphans.setdefault(parent_key, []).append((record, announce))
                 return True
@@ -175,15 +181,17 @@ class OpalStorageBackend:
             self.commit(child, stored=stored, announce=child_announce)
         return stored and is_new
 
-    def adopt(self, name: ObjectName) -> bool:
+    def adopt(self, name: ObjectName, owner: str = "") -> bool:
         """Enter an object that was here before this process, as used more recently than others.
 
         Returns whether it is new; what is here, coming or leaving stays as it is.
         """
-        spec = ObjectSpec(name.group, name.parent_hash, name.run, first_block=0)
+        if not self._has_group_of(name):
+            return False
+        spec = ObjectSpec(name.group, name.parent_hash, name.run, first_block=0, owner=owner)
         if self.index.holds(spec) or self.leaving.is_named(spec.key):
             return False
-        rows = self.space.allocate(spec.block_count, force=True)
+        rows = self.space.allocate(spec.block_count, name.members, force=True)
         if rows is None:
             return False
         self.order.adopt(spec.parent_hash, spec.group)
@@ -196,9 +204,10 @@ class OpalStorageBackend:
     def discard(self, name: ObjectName) -> None:
         """Have an object deleted that was here before this process and cannot be used."""
         spec = ObjectSpec(name.group, name.parent_hash, name.run, first_block=0)
-        if self.knows(spec.key) or self.leaving.is_named(spec.key):
+        is_here = self.knows(spec.key) or self.leaving.is_named(spec.key)
+        if is_here or not self._has_group_of(name):
             return
-        rows = self.space.allocate(spec.block_count, force=True)
+        rows = self.space.allocate(spec.block_count, name.members, force=True)
         if rows is not None:
             self.leaving.free(self._record(spec, rows))
 
@@ -248,6 +257,15 @@ class OpalStorageBackend:
         self._remove(record)
         return True
 
+    def take_out(self, key: ObjectKey) -> None:
+        """As `remove` by force, and what is being written here ends in nothing."""
+        record = self.index.records.get(key)
+        if record is not None and record.is_readable:
+            self._remove(record)
+        elif record is not None:
+            self.index.drop_write(record)
+            self._forget(record)
+
     def move_out(self, record: ObjectRecord) -> None:
         """Take out an object that a MOVE has brought elsewhere; the MOVE is its only event."""
         self._withdraw(record)
@@ -284,12 +302,8 @@ class OpalStorageBackend:
         for record, _ in (entry for waiting in self._orphans.values() for entry in waiting):
             record.state = ObjectState.ABSENT  # its write has ended: nobody will commit it again
         self._orphans.clear()
-        for record in list(self.index.records.values()):
-            if record.is_readable:
-                self._remove(record)
-            else:
-                self.index.drop_write(record)
-                self._forget(record)
+        for key in list(self.index.records):
+            self.take_out(key)
 
     # ---- inside ----
 
@@ -300,12 +314,21 @@ class OpalStorageBackend:
             return Refusal.PRESENT
         if self.leaving.is_named(spec.key):
             return Refusal.LEAVING
-        if self.space.size_bytes(spec.block_count) > self.levels.limit_bytes:
+        if self._room.size_bytes(spec) > self.levels.limit_bytes:
             return Refusal.TOO_LARGE
-        parent = object_key(spec.parent_hash, spec.group)
-        if spec.parent_hash != CHAIN_ROOT and not self._is_known(parent):
+        parent_key = self._parent_key(spec)
+        if parent_key is not None and not self._is_known(parent_key):
             return Refusal.NO_PARENT
         return None
+
+    def _parent_key(self, item: ObjectSpec | ObjectRecord) -> ObjectKey | None:
+        """Without which an object is worth nothing; None for the first, and outside of chains."""
+        if item.parent_hash == CHAIN_ROOT or not self.groups[item.group].is_chain:
+            return None
+        return object_key(item.parent_hash, item.group)
+
+    def _has_group_of(self, name: ObjectName) -> bool:
+        return name.group < len(self.groups) and name.members == self.groups[name.group].members
 
     def _is_known(self, key: ObjectKey) -> bool:
         return key in self.index.records or any(tier.knows(key) for tier in self.neighbours)
@@ -327,44 +350,25 @@ class OpalStorageBackend:
             parent_hash=spec.parent_hash,
             run=spec.run,
             rows=rows,
-            size_bytes=self.space.size_bytes(len(rows)),
+            size_bytes=self._room.size_bytes(spec),
             state=ObjectState.WRITING,
             owner=spec.owner,
+            is_passing=spec.is_passing,
         )
 
     def _publish(self, record: ObjectRecord, shared_blocks: int, announce: Announce) -> None:
-        superseded = self.index.publish(record)
+        superseded = self.index.publish(record, keeps_tails=self.space.is_shared)
+        # What was needed at the end of a shorter sequence is needed there still.
+        record.is_passing = record.is_passing and all(old.is_passing for old in superseded)
         self.expiry.used(record.key, self._clock())
         self.order.settle(record)
+        if record.is_passing:
+            self.order.discourage([record.key])
         self._log.append(
             announce(ObjectFact(record.group, record.parent_hash, record.run, shared_blocks))
         )
         for shorter in superseded:
             self._remove(shorter)
-
-    def _make_room(self, block_count: int, owner: str) -> tuple[int, ...] | None:
-        """Rows for a new object, by evicting no more than is missing; None evicts nothing.
-
-        An owner at his quota pays with what is his. Where eviction runs ahead, it must not happen
-        here: what is dropped now could have been demoted.
-        """
-        size_bytes = self.space.size_bytes(block_count)
-        own = self.order.evict(self.order.shortfall_bytes(owner, size_bytes), owner=owner)
-        if own is None:
-            return None
-        missing_bytes = self.used_bytes + size_bytes - self.levels.limit_bytes
-        if self.levels.evicts_ahead:
-            self._evict(own)
-            if missing_bytes > 0 and not self.space.is_shared:  # there, what was granted counts
-                self.levels.want(size_bytes)
-                return None
-            return self.space.allocate(block_count)
-        victims = self.order.evict(missing_bytes - sum(record.size_bytes for record in own))
-        if victims is None:
-            self.order.take_back(own)
-            return None
-        self._evict([*own, *victims])
-        return self.space.allocate(block_count)
 
     def _expire(self, key: ObjectKey) -> bool:
         record = self.index.get(key)
@@ -373,7 +377,7 @@ class OpalStorageBackend:
         self._remove(record)
         return True
 
-    def _evict(self, victims: list[ObjectRecord]) -> int:
+    def _evict(self, victims: Sequence[ObjectRecord]) -> int:
         for record in victims:
             self._remove(record, is_evicted=True)
         self.eviction_count += len(victims)

@@ -3,33 +3,76 @@
 from collections.abc import Container, Iterator, Sequence
 
 from opal_connector.events import EventLog
+from opal_connector.keys import AttentionLayout
 from opal_connector.managers.hints import RequestHints
-from opal_connector.managers.records import ObjectKey, ObjectRecord, ObjectSpec
+from opal_connector.managers.records import (
+    PLAIN_GROUPS,
+    ObjectGroup,
+    ObjectKey,
+    ObjectRecord,
+    ObjectSpec,
+)
 from opal_connector.managers.refusals import Refusal
 from opal_connector.managers.storage_backend import OpalStorageBackend
-from opal_connector.transfers import TierHealth
+from opal_connector.managers.ties import Ties
+from opal_connector.transfers import ObjectName, TierHealth
 
 
 class OpalStorageManager:
     """Tiers from fastest to slowest.
 
-    It has no state of its own besides the tiers and the event log, which the lock of
-    `OpalKVCacheManager` guards.
+    It has no state of its own besides the tiers, the ties between their objects and the event log,
+    which the lock of `OpalKVCacheManager` guards.
     """
 
-    def __init__(self, tiers: Sequence[OpalStorageBackend], log: EventLog) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[OpalStorageBackend],
+        log: EventLog,
+        groups: Sequence[ObjectGroup] = PLAIN_GROUPS,
+    ) -> None:
         self.tiers = tuple(tiers)
         self.log = log
+        self.groups = tuple(groups)
+        self.ties: Ties | None = None
         for tier in self.tiers:
             tier.neighbours = tuple(other for other in self.tiers if other is not tier)
 
     def __repr__(self) -> str:
         return f"<OpalStorageManager {list(self.tiers)}>"
 
+    def tie(self, layout: AttentionLayout) -> None:
+        """Let objects go first that are worth nothing without what has left of other groups.
+
+        Not where others store too: what is not in these books may be there.
+        """
+        if any(tier.space.is_shared for tier in self.tiers):
+            return
+        self.ties = Ties(layout, [(tier.index, tier.order) for tier in self.tiers])
+        for tier in self.tiers:
+            tier.index.watcher = self.ties
+
     @property
     def is_opening(self) -> bool:
         """Whether some tier does not know yet what it holds."""
         return any(tier.health is TierHealth.OPENING for tier in self.tiers)
+
+    def members(self, group: int) -> int:
+        """Rows for every block of an object of that group."""
+        return self.groups[group].members
+
+    def name_of(self, record: ObjectRecord) -> ObjectName:
+        """The full name of an object."""
+        members = self.groups[record.group].members
+        return ObjectName(record.group, record.parent_hash, record.run, members)
+
+    def file_name(self, record: ObjectRecord, place: int) -> ObjectName | None:
+        """What a tier of files has to know of an object; rows of memory need no name."""
+        return self.name_of(record) if self.tiers[place].space.frees_later else None
+
+    def is_coming(self, key: ObjectKey) -> bool:
+        """Whether an object is being written or loaded in some tier, or readable there."""
+        return any(tier.is_readable and tier.knows(key) for tier in self.tiers)
 
     def find(self, key: ObjectKey) -> tuple[int, ObjectRecord] | None:
         """The fastest readable copy: the tier's place and the record."""
@@ -113,6 +156,18 @@ class OpalStorageManager:
                 for key in here:
                     tier.expiry.limit(key, hints.ttl, now)
 
+    def discourage_unused(self, key: ObjectKey) -> None:
+        """Let an object that nobody used since it was stored leave before others."""
+        for tier in self.tiers:
+            record = tier.index.get(key)
+            if record is not None and not record.is_used:
+                record.is_passing = True
+                tier.order.discourage([key])
+
+    def is_worthless(self, key: ObjectKey) -> bool:
+        """Whether no request can use an object as things are; see `Ties`."""
+        return self.ties is not None and key in self.ties
+
     def is_held(self, key: ObjectKey) -> bool:
         """Whether some tier's copy is promised or in motion."""
         records = (tier.index.records.get(key) for tier in self.tiers)
@@ -121,7 +176,12 @@ class OpalStorageManager:
     def clear(self) -> None:
         """Empty every tier."""
         for tier in self.tiers:
+            tier.index.watcher = None  # all of it goes, in whatever order
             tier.clear()
+        if self.ties is not None:
+            self.ties.clear()
+            for tier in self.tiers:
+                tier.index.watcher = self.ties
 
     def take_evictions(self) -> dict[str, int | float]:
         """Evictions per tier since the last call, of tiers that had any."""

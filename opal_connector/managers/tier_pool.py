@@ -27,19 +27,21 @@ class Space(Protocol):
     def capacity_bytes(self) -> int:
         """The limit for `used_bytes`."""
 
-    def size_bytes(self, block_count: int) -> int:
-        """What an object of so many blocks takes."""
+    def size_bytes(self, block_count: int, members: int = 1) -> int:
+        """What an object of so many blocks takes that has so many rows for each."""
 
-    def allocate(self, block_count: int, *, force: bool = False) -> tuple[int, ...] | None:
-        """The places of an object's blocks, or None and no change.
+    def allocate(
+        self, block_count: int, members: int = 1, *, force: bool = False
+    ) -> tuple[int, ...] | None:
+        """The places of an object's rows, or None and no change.
 
         With `force` also beyond the limit, for what is there already and cannot be refused.
         """
 
-    def end_write(self, block_count: int) -> None:
+    def end_write(self, size_bytes: int) -> None:
         """The write of an object that was allocated has ended, well or not."""
 
-    def free(self, rows: tuple[int, ...]) -> None:
+    def free(self, rows: tuple[int, ...], size_bytes: int) -> None:
         """Take an object's places back."""
 
     def shrink(self, foreign_bytes: int) -> None:
@@ -92,29 +94,33 @@ class TierPool:
         """Bytes of all rows."""
         return self.capacity_rows * self.row_bytes
 
-    def size_bytes(self, block_count: int) -> int:
-        """One row a block."""
-        return block_count * self.row_bytes
+    def size_bytes(self, block_count: int, members: int = 1) -> int:
+        """One row a block and member."""
+        return block_count * members * self.row_bytes
 
-    def allocate(self, block_count: int, *, force: bool = False) -> tuple[int, ...] | None:
-        """Exactly `block_count` rows, or None and no change. There is nothing beyond the limit."""
+    def allocate(
+        self, block_count: int, members: int = 1, *, force: bool = False
+    ) -> tuple[int, ...] | None:
+        """Exactly so many rows, or None and no change. There is nothing beyond the limit."""
         del force
-        if block_count > self.free_rows:
+        row_count = block_count * members
+        if row_count > self.free_rows:
             return None
-        reused = min(block_count, len(self._freed))
+        reused = min(row_count, len(self._freed))
         rows = self._freed[len(self._freed) - reused :][::-1]
         del self._freed[len(self._freed) - reused :]
-        fresh = block_count - reused
+        fresh = row_count - reused
         rows.extend(range(self._fresh, self._fresh + fresh))
         self._fresh += fresh
         return tuple(rows)
 
-    def end_write(self, block_count: int) -> None:
+    def end_write(self, size_bytes: int) -> None:
         """Nothing: rows are taken from when they are handed out."""
-        del block_count
+        del size_bytes
 
-    def free(self, rows: tuple[int, ...]) -> None:
+    def free(self, rows: tuple[int, ...], size_bytes: int) -> None:
         """Take rows back."""
+        del size_bytes
         self._freed.extend(reversed(rows))
 
     def shrink(self, foreign_bytes: int) -> None:
@@ -129,7 +135,7 @@ class TierPool:
 
 
 class FileSpace:
-    """Counts the bytes of files, one per object; a block's place is its position in the file.
+    """Counts the bytes of files, one per object; a row's place is its position in the file.
 
     Mutable state: `_used_bytes` and `capacity_bytes` (which shrinks by what others put into the
     directory), guarded by the owner of the books.
@@ -139,7 +145,7 @@ class FileSpace:
     is_shared = False
     is_crowded = False
 
-    def __init__(self, *, capacity_bytes: int, file_bytes: Callable[[int], int]) -> None:
+    def __init__(self, *, capacity_bytes: int, file_bytes: Callable[[int, int], int]) -> None:
         self.capacity_bytes = capacity_bytes
         self._file_bytes = file_bytes
         self._used_bytes = 0
@@ -152,25 +158,28 @@ class FileSpace:
         """Bytes of all files, those that are being written or deleted included."""
         return self._used_bytes
 
-    def size_bytes(self, block_count: int) -> int:
+    def size_bytes(self, block_count: int, members: int = 1) -> int:
         """The file of an object of so many blocks."""
-        return self._file_bytes(block_count)
+        return self._file_bytes(block_count, members)
 
-    def allocate(self, block_count: int, *, force: bool = False) -> tuple[int, ...] | None:
-        """The positions of the blocks, or None and no change."""
-        size_bytes = self._file_bytes(block_count)
+    def allocate(
+        self, block_count: int, members: int = 1, *, force: bool = False
+    ) -> tuple[int, ...] | None:
+        """The positions of the rows, or None and no change."""
+        size_bytes = self._file_bytes(block_count, members)
         if not force and self._used_bytes + size_bytes > self.capacity_bytes:
             return None
         self._used_bytes += size_bytes
-        return tuple(range(block_count))
+        return tuple(range(block_count * members))
 
-    def end_write(self, block_count: int) -> None:
+    def end_write(self, size_bytes: int) -> None:
         """Nothing: a file is charged from when it is planned."""
-        del block_count
+        del size_bytes
 
-    def free(self, rows: tuple[int, ...]) -> None:
+    def free(self, rows: tuple[int, ...], size_bytes: int) -> None:
         """A file is gone."""
-        self._used_bytes -= self._file_bytes(len(rows))
+        del rows
+        self._used_bytes -= size_bytes
 
     def shrink(self, foreign_bytes: int) -> None:
         """Leave room for what others have in the directory."""

@@ -1,10 +1,11 @@
 """What the books do between requests: copies, moves, deletions, and news from the workers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from opal_connector.managers.jobs import JobKind, JobTable, PlannedDrop, PlannedWipe
 from opal_connector.managers.placement import Placement
-from opal_connector.managers.records import ObjectKey, ObjectRecord
+from opal_connector.managers.quotas import NOBODY
+from opal_connector.managers.records import ObjectKey
 from opal_connector.managers.shared_space import SharedSpace
 from opal_connector.managers.storage_manager import OpalStorageManager
 from opal_connector.transfers import (
@@ -24,13 +25,20 @@ _TOUCHES_AT_ONCE = 1024
 class Upkeep:
     """Collects what is due.
 
-    Mutable state: per tier of files the uses not yet reported, what the ranks hold and how they
-    are; guarded by the lock of `OpalKVCacheManager`.
+    Mutable state: per tier of files the uses not yet reported, what the ranks hold, what is not
+    theirs and how they are; guarded by the lock of `OpalKVCacheManager`. `owner_of` knows who
+    pays for what was there before; otherwise nobody does.
     """
 
     def __init__(
-        self, storage: OpalStorageManager, placement: Placement, jobs: JobTable, ranks: int
+        self,
+        storage: OpalStorageManager,
+        placement: Placement,
+        jobs: JobTable,
+        ranks: int,
+        owner_of: Callable[[ObjectName], str] = lambda _: NOBODY,
     ) -> None:
+        self._owner_of = owner_of
         self._storage = storage
         self._placement = placement
         self._jobs = jobs
@@ -40,6 +48,8 @@ class Upkeep:
         }
         self._opening: dict[int, dict[ObjectName, int]] = {}
         self._ended = dict.fromkeys(self._touched, 0)
+        self._borrowers = dict.fromkeys(self._touched, 0)
+        self._foreign_bytes = dict.fromkeys(self._touched, 0)
         self._health: dict[int, dict[int, TierHealth]] = {place: {} for place in self._touched}
         for place in self._touched:
             storage.tiers[place].health = TierHealth.OPENING
@@ -87,11 +97,11 @@ class Upkeep:
             touched.clear()
 
     def adopt(self, page: InventoryPage) -> None:
-        """Enter what every rank has; what only some have is deleted where it is."""
+        """Enter what every rank has that stores; what only some have is deleted where it is."""
         tier = self._storage.tiers[page.tier]
         if self._ranks == 1:
             for name in page.names:
-                tier.adopt(name)
+                tier.adopt(name, self._owner_of(name))
         else:
             seen = self._opening.setdefault(page.tier, {})
             for name in page.names:
@@ -100,12 +110,16 @@ class Upkeep:
         if not page.is_last:
             return
         self._ended[page.tier] += 1
-        tier.space.shrink(page.foreign_bytes)
+        self._borrowers[page.tier] += page.is_borrowed
+        found_bytes = max(self._foreign_bytes[page.tier], page.foreign_bytes)
+        self._foreign_bytes[page.tier] = found_bytes
         if self._ended[page.tier] < self._ranks:
             return
+        tier.space.shrink(found_bytes)  # once: these books are those of any one of the ranks
+        storing_ranks = self._ranks - self._borrowers[page.tier]
         for name, ranks in self._opening.pop(page.tier, {}).items():
-            if ranks.bit_count() == self._ranks:
-                tier.adopt(name)
+            if ranks.bit_count() == storing_ranks:
+                tier.adopt(name, self._owner_of(name))
             else:
                 tier.discard(name)
         self._settle_health(page.tier)
@@ -114,7 +128,7 @@ class Upkeep:
         """Enter what others wrote to a shared tier, take out what they removed, write more."""
         tier = self._storage.tiers[news.tier]
         for name in news.found:
-            tier.adopt(name)
+            tier.adopt(name, self._owner_of(name))
         for key in news.gone:
             tier.forget(ObjectKey(key))
         if news.is_grant and isinstance(tier.space, SharedSpace):
@@ -156,11 +170,7 @@ class Upkeep:
                 PlannedDrop(tier=place, record=record) for record in records
             ]
             planned += [PlannedWipe(tier=place)] if is_wipe else []
-            names = () if is_wipe else tuple(_name_of(record) for record in records)
+            names = () if is_wipe else tuple(map(self._storage.name_of, records))
             job_id = self._jobs.open(JobKind.DROP, None, planned)
             jobs.append(DropJob(job_id, place, names, is_wipe=is_wipe, object_count=len(planned)))
         return jobs
-
-
-def _name_of(record: ObjectRecord) -> ObjectName:
-    return ObjectName(record.group, record.parent_hash, record.run)

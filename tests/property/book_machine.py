@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from book_model import BLOCKS, Contents, Job, Writes, hashes_of, rows_at_rest
-from fakes import ROW_BYTES, FaultyTier, content, make_manager, tokens_of
+from book_model import BLOCKS, Contents, Job, Writes, hashes_of, promised_rows, rows_at_rest
+from fakes import ROW_BYTES, FaultyTier, content, make_manager, plan_load, tokens_of
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -25,7 +25,13 @@ from hypothesis.stateful import (
 
 from opal_connector.events import Delete, Insert, KVCEvent
 from opal_connector.keys import CHAIN_ROOT, HASH_BYTES
-from opal_connector.managers import LookupState, OpalKVCacheManager, OpalRequest, object_key
+from opal_connector.managers import (
+    LookupState,
+    OpalKVCacheManager,
+    OpalRequest,
+    object_key,
+    one_table,
+)
 from opal_connector.managers.leases import LEASE_SECONDS, WAIT_SECONDS
 from opal_connector.tiers import ArrayBlocks, CPUMemory, allocate_host_rows, execute_job
 from opal_connector.transfers import FailureKind, JobResult
@@ -178,7 +184,7 @@ class BookMachine(RuleBasedStateMachine):
         computed, promised, _, _ = self.promises.pop(request.request_id, (0, 0, 0.0, frozenset()))
         count = max(0, promised + extra)
         ids = range(1000, 1000 + count)
-        job = self.manager.plan_load(request, ids)
+        job = plan_load(self.manager, request, ids, computed)
 
         covered = [block_id for item in job.objects for block_id in item.block_ids]
         assert covered == list(ids[:promised]), "a promise was not kept"
@@ -207,7 +213,7 @@ class BookMachine(RuleBasedStateMachine):
         job = self.manager.plan_store(
             request,
             full_blocks=full_blocks,
-            block_ids=range(full_blocks),
+            tables=one_table(range(full_blocks)),
             include_tail=include_tail,
             tokens=tokens_of(self.blocks[request.request_id]),
             max_blocks=max_blocks,
@@ -470,13 +476,7 @@ class BookMachine(RuleBasedStateMachine):
         """Rows and the hash of the block that each must hold now."""
         for key, rows in rows_at_rest(self.manager).items():
             yield from zip(rows, hashes_of(self.contents.facts[key].block_hashes), strict=True)
-        for request in self.live:
-            for segment in request.lease.segments if request.lease is not None else ():
-                yield from zip(segment.record.rows, hashes_of(segment.record.run), strict=True)
-        for job in self.open:
-            if job.is_load:
-                for item in job.job.objects:
-                    yield from zip(item.tier_rows, hashes_of(item.stamps), strict=True)
+        yield from promised_rows(self.live, self.open)
 
     def teardown(self) -> None:
         """End everything: what is left is what can be had, and nothing is promised (I8)."""

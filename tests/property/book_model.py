@@ -1,13 +1,13 @@
 """What the books hold according to their own events, and the jobs that are in motion."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from itertools import takewhile
 
 from hypothesis import strategies as st
 
 from opal_connector.events import ObjectFact
 from opal_connector.keys import CHAIN_ROOT, HASH_BYTES
-from opal_connector.managers import OpalKVCacheManager
+from opal_connector.managers import OpalKVCacheManager, OpalRequest
 from opal_connector.transfers import (
     FailureKind,
     JobResult,
@@ -211,3 +211,16 @@ class Job:
     @property
     def is_load(self) -> bool:
         return isinstance(self.job, LoadJob)
+
+
+def promised_rows(
+    requests: Sequence[OpalRequest], jobs: Sequence[Job]
+) -> Iterator[tuple[int, bytes]]:
+    """Rows of objects that are promised or being loaded, and the block that each must hold."""
+    for request in requests:
+        for segment in request.lease.segments if request.lease is not None else ():
+            yield from zip(segment.record.rows, hashes_of(segment.record.run), strict=True)
+    for job in jobs:
+        if job.is_load:
+            for item in job.job.objects:
+                yield from zip(item.tier_rows, hashes_of(item.stamps), strict=True)

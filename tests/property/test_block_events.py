@@ -17,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import ExternalBlockHash
 from opal_connector.events import KVCEvent
 from opal_connector.integrations.vllm.kv_events import external_hash, host_events
 from opal_connector.keys import CHAIN_ROOT
+from opal_connector.keys.attention import plain_layout
 
 pytestmark = pytest.mark.vllm
 
@@ -34,7 +35,7 @@ class BlockEventMachine(BookMachine):
         """Every block is announced once and withdrawn once, and the stream is the contents."""
         if not hasattr(self, "announced"):
             self.announced, self.digests = set(), {}
-        for event in host_events(events, BLOCK_TOKENS):
+        for event in host_events(events, plain_layout(BLOCK_TOKENS)):
             assert isinstance(event, BlockStored | BlockRemoved)
             assert event.medium == MEDIUM_CPU
             assert event.block_hashes, "an event about nothing"

@@ -27,11 +27,15 @@ class NativeIngest(RuleBasedStateMachine):
     Mutable state: the world.
     """
 
+    group_count = 1
+
     @initialize(
         replay_batches=st.integers(0, 8), part_facts=st.integers(1, 5), is_settled=st.booleans()
     )
     def begin(self, replay_batches: int, part_facts: int, is_settled: bool) -> None:
-        instance = SimulatedInstance(replay_batches=replay_batches, part_facts=part_facts)
+        instance = SimulatedInstance(
+            replay_batches=replay_batches, part_facts=part_facts, group_count=self.group_count
+        )
         self.make(instance)
         self.world.tick()
         if is_settled:
@@ -163,7 +167,9 @@ class NativeIngest(RuleBasedStateMachine):
         known = self.known()
         truth = self.world.instance.blocks()
         if not self.world.instance.is_disk_open:
-            assert known.pop((0, DISK), set()) >= truth.pop((0, DISK), set())
+            for group in range(self.group_count):
+                key = (group, DISK)
+                assert known.pop(key, set()) >= truth.pop(key, set())
         assert known == truth
 
     def teardown(self) -> None:
@@ -206,6 +212,14 @@ class KVBMIngest(NativeIngest):
             assert self.index.entry_count == 0
 
 
+class GroupsIngest(KVBMIngest):
+    """The same of an instance with several attention groups: each is kept equal on its own."""
+
+    group_count = 3
+
+
+TestGroupsIngest = GroupsIngest.TestCase
+TestGroupsIngest.settings = settings(stateful_step_count=60)
 TestNativeIngest = NativeIngest.TestCase
 TestKVBMIngest = KVBMIngest.TestCase
 TestNativeIngest.settings = settings(stateful_step_count=60)

@@ -10,16 +10,17 @@ Mutable state of the machine: the manager, the world of every rank, and the mode
 from collections.abc import Iterable, Sequence
 
 from book_model import BLOCKS, hashes_of
-from fakes import replay, tokens_of
+from fakes import plan_load, replay, tokens_of
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tier_world import TIERS, World, file_bytes, tiered_manager
 
 from opal_connector.events import Copy, Delete, Insert, KVCEvent, Move, ObjectFact
-from opal_connector.managers import LookupState, OpalKVCacheManager, OpalRequest
+from opal_connector.managers import LookupState, OpalKVCacheManager, OpalRequest, one_table
 from opal_connector.managers.leases import WAIT_SECONDS
 from opal_connector.transfers import FailureKind, ObjectName, TierHealth
 
+SPARE_BYTES = 20  # of every tier of files, for what others have: no object fits into it
 ROUNDS = 200  # of work and commit until everything must have come to rest
 WRITES = st.sampled_from(["through", "demote", "off"])
 RARELY = st.sampled_from([False] * 15 + [True])  # or nothing ever becomes full
@@ -37,6 +38,7 @@ class TierMachine(RuleBasedStateMachine):
         ranks=st.sampled_from([1, 1, 2]),
         writes=st.tuples(WRITES, WRITES),
         admission=st.sampled_from(["always", "adaptive"]),
+        foreign=st.tuples(*[st.integers(0, SPARE_BYTES)] * 2),
         stored=st.lists(BLOCKS, min_size=1, max_size=3),
     )
     def build(
@@ -48,12 +50,14 @@ class TierMachine(RuleBasedStateMachine):
         ranks: int,
         writes: tuple[str, str],
         admission: str,
+        foreign: tuple[int, int],
         stored: list[list[int]],
     ) -> None:
         self.chunk_blocks = chunk_blocks
         self.memory_blocks = memory_blocks
         self.capacities = (disk_blocks, shared_blocks)
         self.writes, self.admission = writes, admission
+        self.foreign = foreign[:ranks]  # bytes beside what the ranks have, as each reports
         self.world = World(ranks)
         self.now = 0.0
         self.request_count = 0
@@ -76,10 +80,7 @@ class TierMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.manager: OpalKVCacheManager = tiered_manager(
             memory_blocks=self.memory_blocks,
-            file_tier_bytes=[
-                blocks // self.chunk_blocks * file_bytes(self.chunk_blocks) + 20
-                for blocks in self.capacities
-            ],
+            file_tier_bytes=self.file_tier_bytes(),
             writes=self.writes,
             chunk_blocks=self.chunk_blocks,
             ranks=len(self.world.ranks),
@@ -93,7 +94,13 @@ class TierMachine(RuleBasedStateMachine):
             page
             for place in (1, 2)
             for rank in range(len(self.world.ranks))
-            for page in self.world.pages(place, rank)
+            for page in self.world.pages(place, rank, self.foreign[rank])
+        ]
+
+    def file_tier_bytes(self) -> list[int]:
+        return [
+            blocks // self.chunk_blocks * file_bytes(self.chunk_blocks) + SPARE_BYTES
+            for blocks in self.capacities
         ]
 
     @rule(count=st.integers(1, 8))
@@ -140,7 +147,7 @@ class TierMachine(RuleBasedStateMachine):
         self.follow()
         if is_aborted or result.state is not LookupState.HIT:
             return
-        job = self.manager.plan_load(request, range(1000, 1000 + result.block_count))
+        job = plan_load(self.manager, request, range(1000, 1000 + result.block_count), computed)
         covered = [block_id for item in job.objects for block_id in item.block_ids]
         assert covered == list(range(1000, 1000 + result.block_count)), "a promise was not kept"
         stamps = b"".join(item.stamps for item in job.objects)
@@ -179,7 +186,7 @@ class TierMachine(RuleBasedStateMachine):
         job = self.manager.plan_store(
             request,
             full_blocks=full_blocks,
-            block_ids=range(full_blocks),
+            tables=one_table(range(full_blocks)),
             include_tail=include_tail,
             tokens=tokens_of(blocks),
         )
@@ -313,6 +320,8 @@ class TierMachine(RuleBasedStateMachine):
             assert tier.used_bytes <= tier.capacity_bytes
             if not place or tier.health is TierHealth.OPENING or self.pages:
                 continue
+            left = self.file_tier_bytes()[place - 1] - max(self.foreign)
+            assert tier.capacity_bytes == left, "not what others leave to every rank"
             known = {
                 (record.group, record.run)
                 for record in (

@@ -13,14 +13,22 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
-from fakes import BLOCK_TOKENS, Row, content, replay
+from fakes import BLOCK_TOKENS, Row, content, plan_load, replay
 
-from opal_connector.config import CPUMemoryConfig, DistributedFSConfig, LocalNVMeConfig, OpalConfig
+from opal_connector.config import (
+    CPUMemoryConfig,
+    DistributedFSConfig,
+    EngineTierConfig,
+    LocalNVMeConfig,
+    OpalConfig,
+)
 from opal_connector.events import EventLog, ObjectFact
+from opal_connector.keys import plain_layout
 from opal_connector.managers import (
     OpalKVCacheManager,
     OpalRequest,
     build_manager,
+    one_table,
     tier_space,
 )
 from opal_connector.sharing import link_shared_tier
@@ -31,8 +39,9 @@ from opal_connector.tiers import (
     Mover,
     allocate_host_rows,
     file_bytes,
-    make_file_tier,
+    make_keyed_tier,
 )
+from opal_connector.tiers.engines import UNLIMITED_BYTES
 from opal_connector.transfers import JobBatch, JobResult, LoadJob, StoreJob, TierHealth
 
 NAMESPACE = sha256(b"soak").digest()
@@ -56,6 +65,7 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 2
     paged_blocks: int = 256
     tiers: tuple[str, ...] = TIERS
+    store: EngineTierConfig | None = None  # of the tier that is an engine which others run
 
 
 class Load(msgspec.Struct, eq=False):
@@ -122,7 +132,20 @@ class Host:
                 refresh_seconds=0.5,
                 **common,  # type: ignore[arg-type]
             ),
+            **self._store(),  # type: ignore[arg-type]
         )
+
+    def _store(self) -> dict[str, EngineTierConfig]:
+        settings = self.settings
+        if settings.store is None:
+            return {}
+        return {
+            settings.tiers[-1]: msgspec.structs.replace(
+                settings.store,
+                timeout_seconds=settings.timeout_seconds,
+                concurrency=settings.threads,
+            )
+        }
 
     def _books(self, config: OpalConfig) -> OpalKVCacheManager:
         settings = self.settings
@@ -131,10 +154,11 @@ class Host:
             "LocalNVMe": settings.near_bytes,
             "DistributedFS": settings.far_bytes,
         }
+        if settings.store is not None:
+            capacities[settings.tiers[-1]] = UNLIMITED_BYTES
         return build_manager(
             config,
-            kind="full_attention",
-            block_tokens=BLOCK_TOKENS,
+            layout=plain_layout(BLOCK_TOKENS),
             chunk_blocks=settings.chunk_blocks,
             spaces={
                 name: tier_space(
@@ -155,7 +179,7 @@ class Host:
         stores: list[object] = []
         lanes: list[LaneSettings] = []
         for name in settings.tiers:
-            file_settings = config.file_tier(name)
+            file_settings = config.keyed_tier(name)
             if file_settings is None:
                 rows = allocate_host_rows(
                     row_count=settings.memory_blocks, row_bytes=settings.row_bytes
@@ -164,7 +188,7 @@ class Host:
                 lanes.append(LaneSettings(threads=settings.threads))
             else:
                 stores.append(
-                    make_file_tier(file_settings, row_bytes=settings.row_bytes, rank=rank)[0]
+                    make_keyed_tier(name, file_settings, row_bytes=settings.row_bytes, rank=rank)[0]
                 )
                 lanes.append(
                     LaneSettings(threads=settings.threads, timeout_seconds=settings.timeout_seconds)
@@ -231,7 +255,7 @@ class Host:
             lambda: self.manager.plan_store(
                 request,
                 full_blocks=len(hashes),
-                block_ids=blocks,
+                tables=one_table(blocks),
                 include_tail=True,
                 tokens=tokens,
                 max_blocks=max_blocks,
@@ -255,7 +279,7 @@ class Host:
         blocks = [self.free_blocks.pop() for _ in range(block_count)]
         for paged in self.paged:
             paged.blocks[blocks] = UNTOUCHED
-        job = self.timed(lambda: self.manager.plan_load(request, blocks))
+        job = self.timed(lambda: plan_load(self.manager, request, blocks, computed))
         load = Load(
             job=job,
             hashes=request.chain.hashes[computed : computed + block_count],

@@ -252,7 +252,7 @@ class Soak:
                 request, tokens = self._request(host)
                 host.store(request, tokens, max_blocks=self._chance.randrange(1, 9))
                 host.manager.release(request)
-                request.next_chunk = 0
+                request.store_again()
                 self._load(host, (request, tokens), is_aborted=False)
             case "evict":
                 self._evict(host)

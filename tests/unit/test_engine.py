@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opal_connector.config import load_config
+from opal_connector.config import ConfigError, load_config
 from opal_connector.engine import OpalKVCacheEngine
 from opal_connector.events import Delete, Insert
 from opal_connector.keys import OpalCacheEngineKey, OpalEngineMetadata, RequestIdentity
@@ -36,6 +36,14 @@ def make_engine(rows: int = 64, **config: object) -> OpalKVCacheEngine:
 
 def blocks_of(engine: OpalKVCacheEngine) -> np.ndarray:
     return engine._paged.blocks
+
+
+def test_a_tier_without_its_library_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence before any memory is taken."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    tiers = {"kvc_tiers": ["CPUMemory", "Valkey"], "Valkey": {"url": "redis://host"}}
+    with pytest.raises(ConfigError, match=r"'redis' is missing: pip install 'opal-connector\[val"):
+        make_engine(**tiers)
 
 
 def test_what_was_stored_comes_back_byte_for_byte() -> None:

@@ -2,11 +2,12 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_keeper import FakeKeeper
 from fakes import make_manager
 
 from opal_connector.config import load_config
@@ -263,24 +264,12 @@ def test_idle_news_are_written_in_slices() -> None:
     assert [(part.answered, part.is_grant) for part in parts] == [((7,), True), *[((), False)] * 3]
 
 
-class Keeper:
-    """A keeper that grants what is asked for, and notes the needs.
-
-    Mutable state: the needs, and the news not yet taken.
-    """
+class Keeper(FakeKeeper):
+    """A keeper that grants what is asked for, and notes the needs."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.needs: list[Need] = []
-        self.news: list[SharedNews] = []
-        self.on_unheard: Callable[[], None] | None = None
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self.news)
-
-    def take_news(self) -> list[SharedNews]:
-        taken, self.news = self.news, []
-        return taken
 
     def renew(self, need: Need) -> None:
         self.needs.append(need)
@@ -289,7 +278,9 @@ class Keeper:
 
 def test_grants_are_for_the_files_of_all_ranks() -> None:
     """The books count one file of an object; every rank writes its own into the directory."""
-    space = SharedSpace(capacity_bytes=6400, file_bytes=lambda blocks: 100 * blocks)
+    space = SharedSpace(
+        capacity_bytes=6400, file_bytes=lambda blocks, members: 100 * blocks * members
+    )
     tier = OpalStorageBackend(
         tier="DistributedFS", space=space, policy=LRUPolicy(), log=EventLog(enabled=False)
     )

@@ -16,7 +16,7 @@ _FAMILIES: Final = (
 )
 _SHORT_TIERS: Final = {
     DEVICE: "GPU",
-    **dict(zip(TIER_NAMES, ("CPU", "NVMe", "DFS"), strict=True)),
+    **dict(zip(TIER_NAMES, ("CPU", "NVMe", "DFS", "Objects", "Mooncake", "Valkey"), strict=True)),
 }
 
 

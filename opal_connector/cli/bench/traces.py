@@ -225,7 +225,7 @@ def _read_requests(
     limit: int | None,
     _version: int,  # a file that has changed is read again
 ) -> tuple[int, list[TraceLine]]:
-    block_tokens, lines = read_trace_lines(path, tokens_per_id=tokens_per_id, limit=limit)
+    block_tokens, lines, _ = read_trace_lines(path, tokens_per_id=tokens_per_id, limit=limit)
     return block_tokens, sorted(lines, key=lambda line: line.timestamp)
 
 

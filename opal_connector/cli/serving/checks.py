@@ -1,15 +1,30 @@
 """What the types of the configuration do not say."""
 
+import os
 import shlex
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
-from opal_connector.cli.serving.engine_arguments import OWN_TIER_FIELDS, filled, merged_tiers
+from opal_connector.cli.serving.engine_arguments import (
+    OWN_TIER_FIELDS,
+    filled,
+    given_environment,
+    merged_tiers,
+)
 from opal_connector.cli.serving.schema import InstanceSettings, ServeConfig, ServeFile
-from opal_connector.config import ConfigError, OpalConfig, load_config, parse_endpoint
+from opal_connector.config import (
+    ConfigError,
+    DistributedFSConfig,
+    OpalConfig,
+    SharedTierConfig,
+    load_config,
+    parse_endpoint,
+)
+from opal_connector.config.shown import shown
+from opal_connector.tiers.engines import check_engine_libraries, engine_identity
 
-_LASTING: Final = frozenset({"LocalNVMe", "DistributedFS"})
 _ENDPOINTS: Final = ("endpoint", "publish_endpoint")
 _POSITIVE: Final = {
     "scaling": ("max_queue_threshold", "command_seconds"),
@@ -32,12 +47,12 @@ _SHARES: Final = {"restart": ("jitter",), "scaling": ("scale_in_share",)}
 
 
 def refuse(field: str, found: object, allowed: str) -> NoReturn:
-    """Say what is wrong with a field.
+    """Say what is wrong with a field, without what may be a secret.
 
     Raises:
         ConfigError: Always.
     """
-    raise ConfigError(f"{field}: found {found!r}, allowed: {allowed}")
+    raise ConfigError(f"{field}: found {shown(found, field)}, allowed: {allowed}")
 
 
 def check_numbers(file: ServeFile) -> None:
@@ -78,15 +93,22 @@ def check_tiers(config: ServeConfig) -> None:
         found = _loaded(filled(merged_tiers(file.tiers, one.tiers), one.name, number))
         if "LocalNVMe" in found.kvc_tiers:
             private["LocalNVMe", str(found.LocalNVMe.path)].append(one.name)
-        if "DistributedFS" in found.kvc_tiers:
-            shared.add(str(found.DistributedFS.path))
+        environment = {**os.environ, **given_environment(file, one, number)}
+        if _is_our_python(file):
+            _check_libraries(found, environment)
+        if (shared_tier := found.shared_tier()) is not None:
+            shared.add(shared_place(*shared_tier, environment))
     for (tier, path), names in private.items():
         if len(names) > 1:
             refuse(
                 f"tiers.{tier}.path", path, "a directory for each instance, such as /disk/{name}"
             )
     if len(shared) > 1:
-        refuse("tiers.DistributedFS.path", sorted(shared), "one directory that all instances mount")
+        refuse(
+            "tiers",
+            sorted(shared),
+            "one directory or store that all instances share, or none at all",
+        )
 
 
 def check_ports(config: ServeConfig) -> None:
@@ -106,7 +128,19 @@ def has_lasting_tier(file: ServeFile) -> bool:
     Raises:
         ConfigError: Opal's configuration has a mistake.
     """
-    return file.tiers is not None and not _LASTING.isdisjoint(_loaded(file.tiers).kvc_tiers)
+    if file.tiers is None:
+        return False
+    tiers = _loaded(file.tiers)
+    return any(tiers.keyed_tier(name) is not None for name in tiers.kvc_tiers)
+
+
+def shared_place(
+    name: str, settings: SharedTierConfig, environment: Mapping[str, str] = os.environ
+) -> str:
+    """Where a shared tier is, for comparing: instances that name another place share nothing."""
+    if isinstance(settings, DistributedFSConfig):
+        return str(settings.path)
+    return f"{name} {engine_identity(settings, environment)}"
 
 
 def _all_instances(config: ServeConfig) -> list[InstanceSettings]:
@@ -166,6 +200,18 @@ def _check_own(where: str, tiers: Mapping[str, Any], *, may_have_endpoints: bool
                 events[field],
                 "nothing, since each instance has its own; it may stand in instances[].tiers",
             )
+
+
+def _is_our_python(file: ServeFile) -> bool:
+    """Whether engines have the libraries that we have."""
+    return file.command is None or not {"{python}", sys.executable}.isdisjoint(file.command)
+
+
+def _check_libraries(config: OpalConfig, environment: Mapping[str, str]) -> None:
+    try:
+        check_engine_libraries(config, environment)
+    except ConfigError as error:
+        raise ConfigError(f"tiers.{error}") from None
 
 
 def _loaded(tiers: Mapping[str, Any]) -> OpalConfig:

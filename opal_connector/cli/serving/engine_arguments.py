@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from opal_connector.cli.model_store import cache_directory
+from opal_connector.cli.serving.schema import InstanceSettings, ServeFile
 from opal_connector.config import TIER_NAMES
 
 # What serve itself says to every engine.
@@ -33,6 +34,13 @@ def filled(value: Any, name: str, number: int) -> Any:
     if isinstance(value, list | tuple):
         return [filled(inner, name, number) for inner in value]
     return value
+
+
+def given_environment(file: ServeFile, one: InstanceSettings, number: int) -> dict[str, str]:
+    """What the configuration sets of an instance's environment."""
+    assert one.name is not None
+    given = filled({**file.environment, **one.environment}, one.name, number)
+    return {field: str(value) for field, value in given.items()}
 
 
 def merged_tiers(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Nothing that we start outlives us, even if we are killed with SIGKILL.
 
 The kernel kills an engine when we end (`launch`), and a guardian, who hears of our end because a
-pipe closes, kills what the engine has started (`guardian`). Each does without the other.
+pipe closes, kills what the engine has started and removes directories (`guardian`). Each does
+without the other.
 """
 
 import contextlib
@@ -55,8 +56,12 @@ class Guard:
         """A process group has ended; its number may be given to another one."""
         self._say(f"-{group}\n")
 
+    def remove(self, directory: Path) -> None:
+        """Remove a directory when we end."""
+        self._say(f"~{directory}\n")
+
     def close(self) -> None:
-        """End it; what is still watched is killed."""
+        """End it; what is still watched is killed, and directories are removed."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()

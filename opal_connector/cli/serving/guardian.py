@@ -1,10 +1,12 @@
 """Kills the process groups that are left when whoever holds its standard input ends. A script.
 
-Each line is `+GROUP` or `-GROUP`: one that is to be killed at the end, or one that has ended.
+Each line is `+GROUP` or `-GROUP`: one that is to be killed at the end, or one that has ended; or
+`~DIRECTORY`, which is to be removed then.
 """
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 
@@ -14,17 +16,22 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
+    directories: set[bytes] = set()
     for line in sys.stdin.buffer:
         if not line.endswith(b"\n"):
             break
-        sign, group = line[:1], int(line[1:])
-        if sign == b"+":
-            groups.add(group)
+        sign, word = line[:1], line[1:-1]
+        if sign == b"~":
+            directories.add(word)
+        elif sign == b"+":
+            groups.add(int(word))
         else:
-            groups.discard(group)
+            groups.discard(int(word))
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,21 @@ from opal_connector.cli.serving.engine_arguments import (
     RANKS_FLAG,
     command_flags,
     filled,
+    given_environment,
     merged_flags,
     merged_tiers,
 )
+from opal_connector.cli.serving.private_files import PrivateFiles
 from opal_connector.cli.serving.schema import InstanceSettings, ServeConfig
 from opal_connector.cluster.router.config import InstanceConfig
-from opal_connector.config import ConfigError
+from opal_connector.config import (
+    CONFIG_FILE_FIELD,
+    TIER_NAMES,
+    ConfigError,
+    EngineTierConfig,
+    OpalConfig,
+    read_mapping,
+)
 from opal_connector.config.endpoints import PORTS_PER_RANK, parse_endpoint
 
 _VLLM: Final = ("{python}", "-m", "vllm.entrypoints.openai.api_server")
@@ -29,6 +38,9 @@ _FLAGS: Final = {
 _ENVIRONMENT: Final = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"}
 _OFFLINE: Final = {"HF_HUB_OFFLINE": "1"}  # a local directory is all that is needed
 _PORT_TRIES: Final = 50
+_STORES: Final = frozenset(
+    name for name in TIER_NAMES if isinstance(OpalConfig().tier(name), EngineTierConfig)
+)
 
 
 class InstancePlan(msgspec.Struct, frozen=True):
@@ -50,7 +62,8 @@ class Planner:
     """Makes plans.
 
     Mutable state: the ports that were given out, by instance, so that none is given twice. One that
-    comes again gives back those that it had.
+    comes again gives back those that it had. And the files with what is not for command lines,
+    which `close` removes.
     """
 
     def __init__(self, config: ServeConfig, environ: Mapping[str, str] = os.environ) -> None:
@@ -59,13 +72,18 @@ class Planner:
         self._named = {one.port for one in config.instances if one.port is not None}
         self._named.add(config.router.port)
         self._given: dict[str, set[int]] = {}
+        self.files = PrivateFiles()
+
+    def close(self) -> None:
+        """Remove the files: no engine that was planned is started any more."""
+        self.files.close()
 
     def plan(self, settings: InstanceSettings, number: int) -> InstancePlan:
         """The plan of one instance.
 
         Raises:
             ConfigError: Its key is not in the environment.
-            OSError: There are no free ports.
+            OSError: There are no free ports, or a file cannot be written.
         """
         file, name = self._config.file, settings.name
         assert name is not None
@@ -82,7 +100,7 @@ class Planner:
             ranks = max(1, int(flags.get(RANKS_FLAG) or 1))
             tiers["instance_id"] = name
             tiers["events"], events = self._events(name, tiers.get("events"), ranks)
-            transfer = opal_transfer_config(tiers)
+            transfer = opal_transfer_config(self._without_stores(name, tiers))
             command += command_flags({"kv-transfer-config": transfer})
         return InstancePlan(
             name,
@@ -110,10 +128,22 @@ class Planner:
         reached = [endpoint.next_to(PORTS_PER_RANK * rank).address for rank in range(ranks)]
         return events, tuple(reached)
 
+    def _without_stores(self, name: str, tiers: dict[str, Any]) -> dict[str, Any]:
+        """The settings without those of stores, which may have credentials: they are in a file.
+
+        An engine's command line can be read by everybody on this host, and vLLM logs it.
+        """
+        stores = {field: value for field, value in tiers.items() if field in _STORES}
+        if not stores:
+            return tiers
+        given = tiers.get(CONFIG_FILE_FIELD)
+        if given is not None:
+            stores = merged_tiers(read_mapping(given, CONFIG_FILE_FIELD), stores)
+        rest = {field: value for field, value in tiers.items() if field not in _STORES}
+        return {**rest, CONFIG_FILE_FIELD: str(self.files.write(name, stores))}
+
     def _environment(self, settings: InstanceSettings, number: int) -> dict[str, str]:
-        file, name = self._config.file, settings.name
-        assert name is not None
-        given = filled({**file.environment, **settings.environment}, name, number)
+        file = self._config.file
         key: dict[str, str] = {}
         if settings.api_key_env is not None:
             value = self._environ.get(settings.api_key_env)
@@ -124,8 +154,8 @@ class Planner:
                 )
             key = {"VLLM_API_KEY": value}
         offline = _OFFLINE if os.path.isdir(self._config.model_path) else {}
-        words = {field: str(value) for field, value in given.items()}
-        whole = {**self._environ, **_ENVIRONMENT, **offline, **key, **words}
+        given = given_environment(file, settings, number)
+        whole = {**self._environ, **_ENVIRONMENT, **offline, **key, **given}
         if file.command is not None or not file.own_cores:
             return whole
         return {**own_cores(number, len(self._config.instances), whole), **whole}

@@ -193,6 +193,7 @@ class RunningCluster:
             await self._http.close()
         if self._guard is not None:
             await asyncio.to_thread(self._guard.close)
+        self._planner.close()
 
     def stop_now(self) -> None:
         """Wait for nothing any more."""
@@ -270,6 +271,8 @@ class RunningCluster:
 
     def _supervise(self, plan: InstancePlan) -> None:
         assert self._guard is not None
+        if self._planner.files.directory is not None:
+            self._guard.remove(self._planner.files.directory)
         supervisor = Supervisor(
             plan, self.config.file.restart, self, guard=self._guard, sink=self._sink
         )

@@ -1,12 +1,13 @@
 """What an engine's events mean for the index: one worker per rank, one chain per worker."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
 
 from opal_connector.cluster.engine_chain import EngineChain
 from opal_connector.cluster.engine_lineage import StoredBlocks
+from opal_connector.cluster.ingest.engine_groups import EngineGroups, GroupNews
 from opal_connector.cluster.ingest.states import BlockIndex, SourceMetrics
 from opal_connector.cluster.ingest.vllm_wire import (
     EngineBatch,
@@ -15,12 +16,12 @@ from opal_connector.cluster.ingest.vllm_wire import (
     EngineRemoved,
     EngineStored,
 )
-from opal_connector.events.channel import GroupDescription, InstanceDescription
+from opal_connector.events.channel import InstanceDescription
 from opal_connector.events.facts import DEVICE_TIER, Delete, Insert
 
 _MAX_RANKS: Final = 1_024
-_MAX_GROUPS: Final = 64
-_DEFAULT_KIND: Final = "full_attention"
+_EARLY_TOKENS: Final = 1 << 17
+_EARLY_EVENT_TOKENS: Final = 256  # what an event counts for besides its tokens
 
 
 def worker_id_of(name: str, rank: int) -> str:
@@ -39,11 +40,33 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
 
 
+class EarlyEvents:
+    """The first events of a stream, to be read anew when a group of smaller blocks turns up.
+
+    All groups speak in the first steps, so a few events are enough. Mutable state: the events,
+    none any more once they were too many.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[EngineEvent] = []
+        self._room = _EARLY_TOKENS
+
+    def add(self, event: EngineEvent) -> None:
+        """Keep an event, as long as all can be kept."""
+        if self._room <= 0:
+            return
+        tokens = len(event.token_ids) if isinstance(event, EngineStored) else 0
+        self._room -= tokens + _EARLY_EVENT_TOKENS
+        self.events.append(event)
+        if self._room <= 0:
+            self.events.clear()
+
+
 class EngineRank:
     """One rank of one engine.
 
-    Mutable state: its chain, and its description, None until its block size is known. Its source
-    guards it.
+    Mutable state: its chain, its first events, and what is known of its groups. Its source guards
+    it.
     """
 
     def __init__(
@@ -58,47 +81,30 @@ class EngineRank:
         self._index = index
         self._metrics = metrics
         self._model = model
-        self._block_tokens = block_tokens
-        self._is_size_old = False  # learned from a process that may be no more
-        self._is_size_given = block_tokens is not None
-        self._kinds: dict[int, str] = {}
+        self._groups = EngineGroups(block_tokens)
+        self._early = EarlyEvents()
         self._incarnation = 0
         self._is_live = True
         self._is_joined = False
         self.worker_id = worker_id
-        self.chain = EngineChain()
+        self.chain = self._new_chain()
 
     def apply(self, events: list[EngineEvent]) -> None:
         """Take events in order."""
         facts: list[Insert | Delete] = []
         for event in events:
-            match event:
-                case EngineStored():
-                    if self._is_readable(event):
-                        facts += self.chain.stored(
-                            StoredBlocks(
-                                event.group,
-                                event.tier,
-                                event.block_hashes,
-                                event.parent,
-                                event.token_ids,
-                                event.block_size,
-                                event.extra_keys,
-                                event.lora_name,
-                            )
-                        )
-                case EngineRemoved():
-                    facts += self.chain.removed(event.group, event.tier, event.block_hashes)
-                case EngineCleared():
-                    facts += self.chain.cleared(DEVICE_TIER)
-        if facts:
-            self._index.process_kvc_events(self.worker_id, facts)
+            if isinstance(event, EngineStored) and not self._is_readable(event, facts):
+                continue
+            facts += self._facts_of(event)
+            self._early.add(event)
+        self._say(facts)
 
     def begin_anew(self) -> bool:
         """Forget all that it said; whether there was anything."""
-        self.chain = EngineChain()
+        self._groups.are_old = True
+        self._early = EarlyEvents()
+        self.chain = self._new_chain()
         self._incarnation += 1
-        self._is_size_old = not self._is_size_given
         if not self._is_joined:
             return False
         had_any = any(digest.block_count for digest in self._index.digests(self.worker_id))
@@ -117,38 +123,74 @@ class EngineRank:
             self._index.remove_worker(self.worker_id)
             self._is_joined = False
 
-    def _is_readable(self, event: EngineStored) -> bool:
-        """Whether its blocks are those of this worker; gets to know the worker by them."""
-        size = event.block_size if event.token_ids else self._block_tokens
-        if not size or size < 0:
-            self._metrics.untranslated += 1
-            return False
-        if self._block_tokens is None or (self._is_size_old and size != self._block_tokens):
-            self._block_tokens = size
-            self._kinds.clear()
-        self._is_size_old = False
-        if size != self._block_tokens:
-            self._metrics.other_block_sizes += 1
-            return False
-        is_new = event.group not in self._kinds
-        if is_new and len(self._kinds) >= _MAX_GROUPS:
-            self._metrics.malformed += 1
-            return False
-        kind = event.kind or self._kinds.get(event.group, _DEFAULT_KIND)
-        if not self._is_joined or self._kinds.get(event.group) != kind:
-            self._kinds[event.group] = kind
+    def _facts_of(self, event: EngineEvent) -> Sequence[Insert | Delete]:
+        match event:
+            case EngineStored():
+                return self.chain.stored(
+                    StoredBlocks(
+                        event.group,
+                        event.tier,
+                        event.block_hashes,
+                        event.parent,
+                        event.token_ids,
+                        event.block_size,
+                        event.extra_keys,
+                        event.lora_name,
+                    )
+                )
+            case EngineRemoved():
+                return self.chain.removed(event.group, event.tier, event.block_hashes)
+            case EngineCleared():
+                return self.chain.cleared(DEVICE_TIER)
+
+    def _is_readable(self, event: EngineStored, before: list[Insert | Delete]) -> bool:
+        """Whether its blocks can be read; gets to know the worker by them.
+
+        `before` is what was not written yet of the events before.
+        """
+        news = self._groups.see(event)
+        match news:
+            case GroupNews.NO_SIZE:
+                self._metrics.untranslated += 1
+                return False
+            case GroupNews.OTHER_SIZE:
+                self._metrics.other_block_sizes += 1
+                return False
+            case GroupNews.TOO_MANY:
+                self._metrics.malformed += 1
+                return False
+            case GroupNews.LARGER:
+                before += self.chain.forget_group(event.group)
+            case GroupNews.NOTHING | GroupNews.DESCRIBED:
+                pass
+        if self._groups.unit_tokens != self._unit_tokens:
+            # What was hashed in larger steps has other digests now.
+            self._incarnation += self._is_joined
+            self.chain = self._new_chain()
+            before[:] = [fact for early in self._early.events for fact in self._facts_of(early)]
+            self._join()
+        elif news is not GroupNews.NOTHING or not self._is_joined:
+            self._say(before)
+            before.clear()
             self._join()
         return True
 
+    def _say(self, facts: list[Insert | Delete]) -> None:
+        if facts and self._is_joined:
+            self._index.process_kvc_events(self.worker_id, facts)
+
+    def _new_chain(self) -> EngineChain:
+        self._unit_tokens = self._groups.unit_tokens
+        return EngineChain(unit_tokens=self._unit_tokens, sizes=self._groups.sizes)
+
     def _join(self) -> None:
-        groups = sorted(self._kinds.items())
         self._index.join(
             InstanceDescription(
                 instance_id=self.worker_id,
                 incarnation=self._incarnation,
                 model=self._model,
-                block_tokens=self._block_tokens or 0,
-                groups=tuple(GroupDescription(group, kind) for group, kind in groups),
+                block_tokens=self._groups.unit_tokens or 0,
+                groups=self._groups.described(),
             )
         )
         self._is_joined = True

@@ -15,6 +15,7 @@ from opal_connector.events.facts import DEVICE_TIER
 
 MAX_EVENTS: Final = 65_536
 _NAME_LENGTH: Final = 256
+_WINDOW_LIMIT: Final = 1 << 32
 _UNKNOWN_TIER: Final = "unknown"
 _DEVICE_MEDIUM: Final = "GPU"
 
@@ -30,12 +31,16 @@ _STORED_FIELDS: Final = (
     "extra_keys",
     "group_idx",
     "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
 )
 _REMOVED_FIELDS: Final = ("block_hashes", "medium", "group_idx")
 
 
 class EngineStored(msgspec.Struct, frozen=True, gc=False):
-    """Blocks that follow each other are in a tier. `kind` is that of their kv group, if it says."""
+    """Blocks that follow each other are in a tier.
+
+    `kind` is that of their kv group, if it says, and `window_tokens` its sliding window.
+    """
 
     block_hashes: Sequence[EngineHash]
     parent: EngineHash | None
@@ -46,6 +51,7 @@ class EngineStored(msgspec.Struct, frozen=True, gc=False):
     kind: str | None
     lora_name: str | None
     extra_keys: Sequence[Sequence[Any] | None] | None
+    window_tokens: int = 0
 
 
 class EngineRemoved(msgspec.Struct, frozen=True, gc=False):
@@ -136,7 +142,7 @@ def _stored(fields: dict[str, Any]) -> EngineStored:
     token_ids = fields.get("token_ids") or []
     block_size = fields.get("block_size") or 0
     extra_keys = fields.get("extra_keys")
-    kind = fields.get("kv_cache_spec_kind")
+    kind, window = fields.get("kv_cache_spec_kind"), fields.get("kv_cache_spec_sliding_window")
     is_extra = extra_keys is None or isinstance(extra_keys, list)
     if not isinstance(token_ids, list) or not isinstance(block_size, int) or not is_extra:
         raise ValueError("tokens, block size or extra keys are of another type")
@@ -156,6 +162,7 @@ def _stored(fields: dict[str, Any]) -> EngineStored:
         kind[:_NAME_LENGTH] if isinstance(kind, str) else None,
         _adapter(fields),
         extra_keys,
+        window if isinstance(window, int) and 0 < window < _WINDOW_LIMIT else 0,
     )
 
 

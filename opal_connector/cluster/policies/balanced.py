@@ -124,9 +124,10 @@ def _rates(candidates: Sequence[Candidate], assumed: float) -> dict[str, float]:
         return dict.fromkeys((found.worker_id for found in candidates), assumed)
     weights = sum(1.0 + recent for _, recent in measured.values())
     mean = sum(rate * (1.0 + recent) for rate, recent in measured.values()) / weights
-    rates: dict[str, float] = {}
-    for found in candidates:
-        rate, recent = measured.get(found.worker_id, (mean, 0.0))
-        beyond = max(0.0, abs(rate - mean) - _ALIKE) * recent / (recent + _TRUSTED_TOKENS)
-        rates[found.worker_id] = math.exp(mean + math.copysign(beyond, rate - mean))
+    rates = dict.fromkeys((found.worker_id for found in candidates), math.exp(mean))
+    for worker_id, (rate, recent) in measured.items():
+        beyond = abs(rate - mean) - _ALIKE
+        if beyond > 0:
+            trusted = beyond * recent / (recent + _TRUSTED_TOKENS)
+            rates[worker_id] = math.exp(mean + math.copysign(trusted, rate - mean))
     return rates

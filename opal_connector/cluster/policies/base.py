@@ -27,7 +27,7 @@ class Candidate(msgspec.Struct, frozen=True):
     device_usage: float = 0.0
 
 
-class CostTerms(msgspec.Struct, frozen=True):
+class CostTerms(msgspec.Struct, frozen=True, gc=False):
     """What it would cost to serve a request at one worker, in seconds until its first token.
 
     `evenness_seconds` is no time of this request: it is what the next ones lose when one worker is

@@ -72,7 +72,9 @@ class Audit:
 
     def _weigh(self, placement: Placement, found: WorkerAudit, cached_tokens: int) -> None:
         decision, config = placement.decision, self._config
-        block_tokens = max(prefix.places.block_tokens for prefix in decision.prefixes)
+        block_tokens = max(
+            prefix.places.alignment_tokens(decision.worker_id) for prefix in decision.prefixes
+        )
         # What other requests are still computing is not sure, and of a whole match the engine
         # computes the last block once more.
         sure = min(

@@ -29,12 +29,14 @@ class RouteQuestion(msgspec.Struct, frozen=True, kw_only=True):
     """A request, as far as its route depends on it.
 
     `prefix` is None where the tokens are not known; then nothing but load counts, and
-    `prompt_tokens` is an estimate. `policy` overrides the router's own for this request.
+    `prompt_tokens` is an estimate. `prefixes` is what it is hashed to, where that is known already.
+    `policy` overrides the router's own for this request.
     """
 
     request_id: str
     prompt_tokens: int
     prefix: PrefixRequest | None = None
+    prefixes: tuple[HashedPrefix, ...] | None = None
     session_id: str | None = None
     policy: str | None = None
 
@@ -59,8 +61,8 @@ class RouteDecision(msgspec.Struct, frozen=True, kw_only=True):
 class Router:
     """Decides, and counts what it has sent.
 
-    Mutable state: the loads, the predictions by model, the sessions and who is not believed; the
-    KVBM is its owner's. Used by one thread.
+    Mutable state: the loads, the predictions by model, the sessions, who is not believed and the
+    speeds that workers reported last; the KVBM is its owner's. Used by one thread.
 
     Args:
         kvbm: What the workers hold; kept up to date by whoever owns it.
@@ -92,6 +94,7 @@ class Router:
         self._predictions: dict[tuple[str, int], Predictions] = {}
         self.sessions = SessionAffinity(affinity)
         self.disbelieved: set[str] = set()
+        self._speeds: dict[str, tuple[SystemEvent, InstanceDescription, dict[str, float]]] = {}
 
     def set_policy(self, name: str) -> None:
         """Decide by another policy from now on.
@@ -124,7 +127,7 @@ class Router:
         if not workers:
             return None
         policy = self._policy(question.policy)
-        prefixes = () if question.prefix is None else tuple(self._kvbm.hashed(question.prefix))
+        prefixes = self._hashed(question)
         matches = self._kvbm.match_hashed(prefixes)
         predicted = self._predicted_tokens(prefixes, now)
         for worker_id in self.disbelieved:
@@ -201,12 +204,18 @@ class Router:
         self.loads.remove_worker(worker_id)
         self.sessions.forget_worker(worker_id)
         self.disbelieved.discard(worker_id)
+        self._speeds.pop(worker_id, None)
         for places in self._kvbm.models():
             bit = places.names.bits.get(worker_id)
             if bit is not None:
                 self._of(places).remove_worker(bit)
 
     # ---- inside ----
+
+    def _hashed(self, question: RouteQuestion) -> tuple[HashedPrefix, ...]:
+        if question.prefixes is not None:
+            return question.prefixes
+        return () if question.prefix is None else tuple(self._kvbm.hashed(question.prefix))
 
     def _policy(self, name: str | None) -> Policy:
         key = (name or self.policy_name).lower()
@@ -226,7 +235,8 @@ class Router:
             predictions.expire(now)
             depths = predictions.depths(prefix.hashes, prefix.workers, places.names)
             for worker_id, blocks in depths.items():
-                tokens[worker_id] = blocks * places.block_tokens
+                expected = blocks * places.block_tokens
+                tokens[worker_id] = expected - expected % places.alignment_tokens(worker_id)
         return tokens
 
     def _candidate(self, worker_id: str, match: WorkerMatch, predicted_tokens: int) -> Candidate:
@@ -241,9 +251,19 @@ class Router:
             match,
             load,
             state.system.prefill_tokens_per_second,
-            _fetch_speeds(state.description, state.system),
+            self._fetch_speeds(worker_id, state.description, state.system),
             state.system.device_usage,
         )
+
+    def _fetch_speeds(
+        self, worker_id: str, description: InstanceDescription, system: SystemEvent
+    ) -> dict[str, float]:
+        """The same as long as a worker says nothing new: it is asked for at every decision."""
+        known = self._speeds.get(worker_id)
+        if known is None or known[0] is not system or known[1] is not description:
+            speeds = _fetch_speeds(description, system)
+            known = self._speeds[worker_id] = (system, description, speeds)
+        return known[2]
 
     def _may_stick(self, worker_id: str, choice: Choice) -> bool:
         settings = self.sessions.settings

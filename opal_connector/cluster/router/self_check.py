@@ -72,7 +72,7 @@ class EventCheck:
 
     def _judge(self, worker_id: str, check: WorkerCheck, now: float) -> None:
         for due, prefixes in list(check.waiting):
-            if worker_id in self._index.match_hashed(prefixes):
+            if any(self._index.announced_any(prefix, worker_id) for prefix in prefixes):
                 check.waiting.clear()
                 self._decide(worker_id, check, matches=True)
                 return
@@ -101,6 +101,16 @@ class EventCheck:
 
 
 def _is_scored(prefix: HashedPrefix, worker_id: str) -> bool:
-    """Whether the worker has kv groups of which a match could be found, and the prompt a block."""
-    bit = prefix.places.names.bits.get(worker_id, 0) & prefix.workers
-    return bool(prefix.hashes) and any(bit & having for _, having in prefix.places.scored_groups())
+    """Whether the worker must announce something of the prompt, as far as its groups tell.
+
+    A group that does not look back on everything may keep nothing of a prompt of one block: the
+    last block of a prompt is computed once more.
+    """
+    places = prefix.places
+    scored = places.scored_by(worker_id)
+    if scored is None or not places.bit(worker_id) & prefix.workers:
+        return False
+    tokens = len(prefix.hashes) * places.block_tokens
+    if scored.whole:
+        return tokens >= min(group.block_tokens for _, group in scored.whole)
+    return tokens >= 2 * scored.alignment_tokens

@@ -34,9 +34,10 @@ class BlockHolds:
         """Blocks that further stores may hold now. The first one may hold any number."""
         return max(0, self._limit - self._count) if self._count else self._pool.num_gpu_blocks
 
-    def hold(self, job_id: int, block_ids: Sequence[int], *, ranks: int, now: float) -> None:
-        """Keep these blocks until `ranks` answers to the job."""
-        blocks = [self._pool.blocks[block_id] for block_id in block_ids]
+    def hold(self, job_id: int, addresses: Sequence[int], *, ranks: int, now: float) -> None:
+        """Keep the blocks at these addresses, of any kv group, until `ranks` answers to the job."""
+        count = self._pool.num_gpu_blocks  # one pool for all groups: no two own a block at a time
+        blocks = [self._pool.blocks[address % count] for address in addresses]
         self._pool.touch(blocks)
         self._held[job_id] = blocks
         self._ranks_left[job_id] = ranks

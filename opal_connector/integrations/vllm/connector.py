@@ -4,6 +4,7 @@ vLLM makes one instance per role: in the engine core (SCHEDULER) and in every wo
 holds its half and asserts that a hook of the other half is not called on it.
 """
 
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -30,11 +33,13 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from opal_connector.config import load_config
 from opal_connector.integrations.vllm.guard import guarded
+from opal_connector.integrations.vllm.hybrid_manager import hybrid_manager_warning
 from opal_connector.integrations.vllm.logs import show_log_lines
 from opal_connector.integrations.vllm.messages import OpalHandshake, OpalStepJobs
 from opal_connector.integrations.vllm.scheduler_half import SchedulerHalf, facts_of
 from opal_connector.integrations.vllm.stats import OpalPromMetrics, OpalStats
 from opal_connector.integrations.vllm.worker_half import WorkerHalf
+from opal_connector.tiers.engines import check_engine_libraries
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -44,11 +49,15 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+logger = logging.getLogger(__name__)
 _NOTHING = OpalStepJobs()
 
 
-class OpalConnector(KVConnectorBase_V1):
-    """KV cache of vLLM in Opal's tiers. See README for its configuration."""
+class OpalConnector(KVConnectorBase_V1, SupportsHMA):
+    """KV cache of vLLM in Opal's tiers. See README for its configuration.
+
+    With `SupportsHMA` vLLM keeps its hybrid memory manager on: every hook takes all kv groups.
+    """
 
     def __init__(
         self,
@@ -60,10 +69,14 @@ class OpalConnector(KVConnectorBase_V1):
         show_log_lines()
         assert vllm_config.kv_transfer_config is not None
         config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        check_engine_libraries(config)
         self.scheduler_half: SchedulerHalf | None = None
         self.worker_half: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler_half = SchedulerHalf(vllm_config, kv_cache_config, config)
+            warning = hybrid_manager_warning(vllm_config, kv_cache_config)
+            if warning is not None:
+                logger.warning("%s", warning)
         else:
             self.worker_half = WorkerHalf(vllm_config, kv_cache_config, config)
 
@@ -148,9 +161,17 @@ class OpalConnector(KVConnectorBase_V1):
         self._worker.start_stores(self._step)
 
     @override
-    @guarded(lambda: (None, None))
+    @guarded(KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        loads = self._worker.take_finished_loads(is_idle=self._step.is_idle)
+        return KVConnectorTransferResults(
+            finished_recving=loads.finished, failed_recving=loads.failed
+        )
+
+    @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self._worker.take_finished_loads(is_idle=self._step.is_idle) or None
+        results = self.get_transfer_results(finished_req_ids)  # vLLM itself asks for these
+        return None, results.finished_recving or None
 
     @override
     @guarded(set)
@@ -197,7 +218,7 @@ class OpalConnector(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     @override
     @guarded(dict)
@@ -221,7 +242,23 @@ class OpalConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        return False, self._scheduler.finish(request, (block_ids,))
+
+    @override
+    @guarded(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return False, self._scheduler.finish(request, block_ids)
+
+    @override
+    def register_finished_partial_tail(
+        self,
+        request: "Request",
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        return False  # whole blocks only: a tail inside a block has no hash of ours to be named by
 
     @override
     @guarded(tuple)

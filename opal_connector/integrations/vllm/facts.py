@@ -1,100 +1,71 @@
 """What vLLM's configuration says about an engine, in Opal's terms."""
 
-import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from huggingface_hub import try_to_load_from_cache
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-    MLAAttentionSpec,
-    UniformTypeKVCacheSpecs,
-)
 
 from opal_connector.config import OpalConfig
+from opal_connector.integrations.vllm.groups import ServedGroups
+from opal_connector.integrations.vllm.layout import LayerCache
 from opal_connector.integrations.vllm.messages import WorkerFacts
-from opal_connector.keys import OpalEngineMetadata, weights_fingerprint
-
-logger = logging.getLogger(__name__)
-
-# Exactly these: subclasses change what a block means (sinks, recurrent windows, hidden states).
-_FULL_ATTENTION = (FullAttentionSpec, MLAAttentionSpec)
-
-
-class GroupFacts(msgspec.Struct, frozen=True):
-    """The one kv group that this version serves."""
-
-    block_tokens: int
-    page_bytes: dict[str, int]
-    kind: str
-    is_eagle: bool
+from opal_connector.keys import (
+    AttentionKind,
+    AttentionLayout,
+    OpalEngineMetadata,
+    weights_fingerprint,
+)
 
 
-def group_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> GroupFacts | str:
-    """The facts of the model's kv group, or in one sentence why Opal cannot serve the model."""
-    parallel = vllm_config.parallel_config
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        return "context parallelism spreads a block over ranks, which this version does not store"
-    groups = kv_cache_config.kv_cache_groups
-    if not groups:
-        return "the model has no KV cache"
-    if len(groups) > 1:
-        names = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        return f"the model has {len(groups)} KV cache groups ({names}), this version serves one"
-    group = groups[0]
-    page_bytes: dict[str, int] = {}
-    for name in group.layer_names:
-        spec = layer_spec(group.kv_cache_spec, name)
-        if type(spec) not in _FULL_ATTENTION:
-            return f"KV cache group 0 is of kind {type(spec).__name__}, which is not served yet"
-        if getattr(spec, "non_causal", False):
-            return f"attention of {name} is not causal: what follows a prefix changes its KV"
-        page_bytes[name] = spec.page_size_bytes
-    return GroupFacts(
-        block_tokens=group.kv_cache_spec.block_size,
-        page_bytes=page_bytes,
-        kind="full_attention",
-        is_eagle=bool(getattr(group, "is_eagle_group", False)),
-    )
+def attention_names(vllm_config: VllmConfig, served: ServedGroups) -> tuple[str, str]:
+    """The backends of the served layers, and the CPU instruction set that shapes their blocks.
+
+    Several are joined by "+". One layer stands for its kv group, and of a group of states, which
+    are not laid out by instruction set, only the backend is named.
+    """
+    layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+    on_cpu = vllm_config.device_config.device_type == "cpu"
+    backends: dict[str, None] = {}
+    sets: dict[str, None] = {}
+    for group in served.layout.groups:
+        for kv_group in group.kv_groups:
+            layer = layers.get(next(iter(served.page_bytes[kv_group]), ""))
+            backends[_backend_name(layer)] = None
+            if on_cpu and group.kind != AttentionKind.MAMBA:
+                tokens = vllm_config.cache_config.block_size if served.is_plain else None
+                sets[_cpu_isa(vllm_config, layer, tokens or group.block_tokens)] = None
+    return "+".join(backends), "+".join(sets) or "none"
 
 
-def layer_spec(spec: KVCacheSpec, name: str) -> KVCacheSpec:
-    """The spec of one layer in a group."""
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return spec.kv_cache_specs[name]
-    return spec
-
-
-def attention_names(vllm_config: VllmConfig, layer_name: str) -> tuple[str, str]:
-    """The attention backend of a layer, and the CPU instruction set that shapes its blocks."""
-    layer: Any = vllm_config.compilation_config.static_forward_context.get(layer_name)
+def _backend_name(layer: Any) -> str:
     backend = getattr(layer, "attn_backend", None)
-    name = backend.get_name() if backend is not None else "unknown"
-    if vllm_config.device_config.device_type != "cpu":
-        return name, "none"
+    if backend is None and hasattr(layer, "get_attn_backend"):
+        backend = layer.get_attn_backend()
+    return str(backend.get_name()) if backend is not None else "unknown"
+
+
+def _cpu_isa(vllm_config: VllmConfig, layer: Any, block_tokens: int) -> str:
     # The kernel packs keys differently per instruction set: bytes of one mean nothing to another.
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    isa = _get_attn_isa(
+    isa: str = _get_attn_isa(
         vllm_config.model_config.dtype,
-        vllm_config.cache_config.block_size,
+        block_tokens,
         getattr(layer, "head_size", None),
         vllm_config.cache_config.cache_dtype,
     )
-    return name, isa
+    return isa
 
 
 def engine_metadata(
     vllm_config: VllmConfig,
-    group: GroupFacts,
+    layout: AttentionLayout,
     workers: list[WorkerFacts],
     config: OpalConfig,
-    chunk_blocks: int,
+    chunk_tokens: int,
 ) -> OpalEngineMetadata:
     """Everything that decides whether two engines may share what they stored.
 
@@ -110,8 +81,8 @@ def engine_metadata(
         weights_id=weights_id,
         dtype=str(model.dtype).removeprefix("torch."),
         kv_cache_dtype=_cache_dtype(vllm_config),
-        block_tokens=group.block_tokens,
-        chunk_tokens=chunk_blocks * group.block_tokens,
+        block_tokens=layout.hash_block_tokens,
+        chunk_tokens=chunk_tokens,
         group_page_bytes=tuple(worker.row_bytes for worker in workers),
         quantization=str(model.quantization or "none"),
         attention_backend=workers[0].attention_backend,
@@ -120,6 +91,10 @@ def engine_metadata(
         tensor_parallel_size=parallel.tensor_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         context_parallel_size=parallel.decode_context_parallel_size,
+        page_formats=tuple(worker.page_format for worker in workers if worker.page_format),
+        storage_ranks=()
+        if all(worker.is_holder for worker in workers)
+        else tuple(worker.storage_rank for worker in workers),
     )
 
 
@@ -140,6 +115,7 @@ def _cache_dtype(vllm_config: VllmConfig) -> str:
     return str(cache_dtype)
 
 
-def device_of(kv_caches: dict[str, torch.Tensor]) -> torch.device:
+def device_of(kv_caches: Mapping[str, LayerCache]) -> torch.device:
     """The device of the KV tensors."""
-    return next(iter(kv_caches.values())).device
+    cache = next(iter(kv_caches.values()))
+    return cache.device if isinstance(cache, torch.Tensor) else cache[0].device

@@ -19,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, ExternalBlockHash, maybe_conv
 
 from opal_connector.events import Copy, Delete, Insert, KVCEvent, Move, ObjectFact
 from opal_connector.keys import CHAIN_ROOT, HASH_BYTES
+from opal_connector.keys.attention import AttentionLayout
 
 LOCAL: Final = "LOCAL"
 REMOTE: Final = "REMOTE"
@@ -47,22 +48,65 @@ def tier_name(tier: str) -> TierName:
     return _NAMES.get(tier) or TierName(MEDIUM_STORAGE, REMOTE, tier)
 
 
-def host_events(events: Iterable[KVCEvent], block_tokens: int) -> list[KVCacheEvent]:
-    """The same facts as BlockStored and BlockRemoved; a MOVE is stored, then removed."""
+class GroupName(NamedTuple):
+    """How vLLM's events name a kv group, and what they say of it.
+
+    The kind is left out where there is only one group, and it could be no other.
+    """
+
+    number: int
+    block_tokens: int
+    kind: str | None = None
+    window_tokens: int | None = None
+
+
+def group_names(layout: AttentionLayout) -> list[list[GroupName]]:
+    """The kv groups of every attention group, by which its objects are announced.
+
+    None of what is not found by the prompt's tokens.
+    """
+    if layout.is_plain:
+        (group,) = layout.groups
+        return [[GroupName(group.kv_groups[0], group.block_tokens)]]
+    return [
+        [
+            GroupName(
+                number,
+                group.block_tokens,
+                group.kind,
+                group.span_tokens if group.retention == "window" else None,
+            )
+            for number in group.kv_groups
+            if group.retention != "input"
+        ]
+        for group in layout.groups
+    ]
+
+
+def host_events(events: Iterable[KVCEvent], layout: AttentionLayout) -> list[KVCacheEvent]:
+    """The same facts as BlockStored and BlockRemoved; a MOVE is stored, then removed.
+
+    An object of several kv groups is announced for each of them.
+    """
+    names = group_names(layout)
     translated: list[KVCacheEvent] = []
     for event in events:
-        match event:
-            case Insert(_, tier):
-                translated += _stored(event, tier, block_tokens)
-            case Delete(fact, tier):
-                translated += _removed(fact, tier)
-            case Copy(_, _, target_tier):
-                translated += _stored(event, target_tier, block_tokens)
-            case Move(fact, source_tier, target_tier, shared_blocks):
-                translated += _stored(event, target_tier, block_tokens)
-                left = msgspec.structs.replace(fact, shared_blocks=shared_blocks)
-                translated += _removed(left, source_tier)
+        for group in names[event.fact.group]:
+            translated += _of_group(event, group)
     return translated
+
+
+def _of_group(event: KVCEvent, group: GroupName) -> list[KVCacheEvent]:
+    match event:
+        case Insert(_, tier):
+            return _stored(event, tier, group)
+        case Delete(fact, tier):
+            return _removed(fact, tier, group)
+        case Copy(_, _, target_tier):
+            return _stored(event, target_tier, group)
+        case Move(fact, source_tier, target_tier, shared_blocks):
+            left = msgspec.structs.replace(fact, shared_blocks=shared_blocks)
+            return _stored(event, target_tier, group) + _removed(left, source_tier, group)
 
 
 def _own_hashes(fact: ObjectFact) -> list[ExternalBlockHash]:
@@ -82,7 +126,7 @@ def external_hash(digest: bytes) -> ExternalBlockHash:
     return maybe_convert_block_hash(BlockHash(digest))
 
 
-def _stored(event: Insert | Copy | Move, tier: str, block_tokens: int) -> list[KVCacheEvent]:
+def _stored(event: Insert | Copy | Move, tier: str, group: GroupName) -> list[KVCacheEvent]:
     fact = event.fact
     hashes = _own_hashes(fact)
     if not hashes:
@@ -96,20 +140,22 @@ def _stored(event: Insert | Copy | Move, tier: str, block_tokens: int) -> list[K
         BlockStored(
             block_hashes=hashes,
             parent_block_hash=parent,
-            token_ids=list(event.token_ids[fact.shared_blocks * block_tokens :]),
-            block_size=block_tokens,
+            token_ids=list(event.token_ids[fact.shared_blocks * group.block_tokens :]),
+            block_size=group.block_tokens,
             lora_id=None,
             medium=name.medium,
             lora_name=event.lora_name,
             extra_keys=_extra_keys(event),
-            group_idx=fact.group,
+            group_idx=group.number,
+            kv_cache_spec_kind=group.kind,
+            kv_cache_spec_sliding_window=group.window_tokens,
             locality=name.locality,
             ownership=name.ownership,
         )
     ]
 
 
-def _removed(fact: ObjectFact, tier: str) -> list[KVCacheEvent]:
+def _removed(fact: ObjectFact, tier: str, group: GroupName) -> list[KVCacheEvent]:
     hashes = _own_hashes(fact)
     if not hashes:
         return []
@@ -118,7 +164,7 @@ def _removed(fact: ObjectFact, tier: str) -> list[KVCacheEvent]:
         BlockRemoved(
             block_hashes=hashes,
             medium=name.medium,
-            group_idx=fact.group,
+            group_idx=group.number,
             locality=name.locality,
             ownership=name.ownership,
         )

@@ -6,9 +6,12 @@ so that most models end as one view of (blocks, layers, page) and a block is one
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
+
+# A layer's blocks: one tensor, or several that are parts of every block (a Mamba layer's states).
+LayerCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
 
 class UnsupportedLayoutError(ValueError):
@@ -37,29 +40,45 @@ class BlockView(NamedTuple):
 
 
 def block_views(
-    kv_caches: Mapping[str, torch.Tensor], page_bytes: Mapping[str, int], block_count: int
+    kv_caches: Mapping[str, LayerCache], page_bytes: Mapping[str, int], block_count: int
 ) -> list[BlockView]:
-    """The views that together hold every byte of every block, in memory order.
+    """The views that together hold every byte of every block of one kv group, in memory order.
 
     Args:
         kv_caches: Layer name to tensor, block in dimension 0, maybe as kernel blocks that divide
-            a block evenly.
-        page_bytes: Layer name to the bytes that one block of the layer has.
+            a block evenly; or to several such tensors, which together are the layer's blocks.
+        page_bytes: Layer name to the bytes that one block of the layer has, without padding that
+            need not be kept.
         block_count: Blocks of the engine.
 
     Raises:
         UnsupportedLayoutError: A page has more bytes than its view shows and is not contiguous.
     """
     single: dict[tuple[int, int], BlockView] = {}
-    for name, tensor in kv_caches.items():
-        view = _layer_view(name, tensor, page_bytes[name], block_count)
-        # Layers that share their KV alias one page: copied once.
-        single.setdefault((tensor.data_ptr(), view.block_stride), view)
+    for name, cache in kv_caches.items():
+        for view in _layer_views(name, cache, page_bytes[name], block_count):
+            # Layers that share their KV alias one page: copied once.
+            single.setdefault((view.tensor.data_ptr(), view.block_stride), view)
     ordered = sorted(single.values(), key=lambda view: (_storage(view.tensor), view.offset))
     return [_merge(run) for run in _runs(ordered)]
 
 
-def _layer_view(name: str, tensor: torch.Tensor, page_bytes: int, block_count: int) -> BlockView:
+def _layer_views(
+    name: str, cache: LayerCache, page_bytes: int, block_count: int
+) -> list[BlockView]:
+    if isinstance(cache, torch.Tensor):
+        view = _tensor_view(name, cache, block_count)
+        return [_whole_page(name, view, page_bytes, block_count)]
+    views = [_tensor_view(name, tensor, block_count) for tensor in cache]
+    shown_bytes = sum(view.block_bytes for view in views)
+    if shown_bytes != page_bytes:
+        raise UnsupportedLayoutError(
+            f"{name}: a block has {page_bytes} bytes, its {len(views)} tensors show {shown_bytes}"
+        )
+    return views
+
+
+def _tensor_view(name: str, tensor: torch.Tensor, block_count: int) -> BlockView:
     if block_count < 1 or tensor.shape[0] % block_count:
         raise UnsupportedLayoutError(
             f"{name}: {tensor.shape[0]} kernel blocks do not divide into {block_count} blocks"
@@ -72,15 +91,18 @@ def _layer_view(name: str, tensor: torch.Tensor, page_bytes: int, block_count: i
         (size, stride * item_bytes)
         for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
     ]
-    view = BlockView(
+    return BlockView(
         tensor, tensor.storage_offset() * item_bytes, kernel_blocks * kernel_stride, _join(dims)
     )
+
+
+def _whole_page(name: str, view: BlockView, page_bytes: int, block_count: int) -> BlockView:
     if view.block_bytes == page_bytes:
         return view
     # Something lies in the page that the view does not show (scales, padding): take the page whole.
     end = view.offset + (block_count - 1) * view.block_stride + page_bytes
     contiguous = len(view.dims) == 1 and view.block_bytes < page_bytes <= view.block_stride
-    if not contiguous or end > tensor.untyped_storage().nbytes():
+    if not contiguous or end > view.tensor.untyped_storage().nbytes():
         raise UnsupportedLayoutError(
             f"{name}: a block has {page_bytes} bytes, its view shows {view.block_bytes}, "
             "and the rest cannot be reached"

@@ -19,7 +19,9 @@ from opal_connector.transfers import NO_JOBS, InventoryPage, JobBatch, JobResult
 class WorkerFacts(msgspec.Struct, frozen=True):
     """What a worker really has: known only where the KV tensors are.
 
-    `refusal` says why this worker cannot serve, or is empty.
+    `is_holder` says whether it stores, as `storage_rank`; otherwise it loads what another rank
+    stores as that. `page_format` is that of `ServedGroups`. `refusal` says why this worker cannot
+    serve, or is empty.
     """
 
     rank: int
@@ -30,6 +32,9 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     attention_backend: str
     cpu_isa: str
     refusal: str = ""
+    page_format: str = ""
+    storage_rank: int = 0
+    is_holder: bool = True
 
 
 @dataclass

@@ -10,15 +10,21 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from opal_connector.cluster.curve import CurveServer
 from opal_connector.cluster.publisher import ChannelSettings, Publisher
-from opal_connector.config import EventsConfig, OpalConfig, parse_endpoint, parse_size_bytes
+from opal_connector.config import (
+    EngineTierConfig,
+    EventsConfig,
+    OpalConfig,
+    parse_endpoint,
+    parse_size_bytes,
+)
 from opal_connector.config.endpoints import PORTS_PER_RANK
 from opal_connector.events import DEVICE_TIER, EventLog
 from opal_connector.events.channel import (
-    GroupDescription,
     InstanceDescription,
     SystemEvent,
     TierDescription,
     TierLoad,
+    describe_layout,
 )
 from opal_connector.integrations.vllm.book_facts import BookFacts
 from opal_connector.integrations.vllm.books import Books
@@ -49,7 +55,7 @@ class EngineFacts(BookFacts):
         pool: BlockPool,
         shared: SharedTierLink | None,
     ) -> None:
-        super().__init__(books.manager)
+        super().__init__(books.manager, range(len(books.layout.groups)))
         self._config = config
         self._books = books
         self._pool = pool
@@ -57,7 +63,8 @@ class EngineFacts(BookFacts):
         self._announced: tuple[TierDescription, ...] | None = None
         names = vllm_config.model_config.served_model_name
         self.model: str = names if isinstance(names, str) else names[0]
-        self.block_tokens = books.manager.database.block_tokens
+        self.layout = books.layout
+        self.block_tokens = books.layout.hash_block_tokens
         self.meter = LoadMeter(len(books.manager.storage.tiers))
         self.adapters: dict[str, LoraIdentity] = {}
 
@@ -78,7 +85,7 @@ class EngineFacts(BookFacts):
             chunk_blocks=self._books.manager.database.chunk_blocks,
             namespace=self._books.metadata.namespace,
             tiers=self._announced,
-            groups=(GroupDescription(0, "full_attention"),),
+            groups=describe_layout(self.layout),
             adapters=tuple(self.adapters.copy().values()),
         )
 
@@ -92,24 +99,34 @@ class EngineFacts(BookFacts):
             waiting=max(0, queue_depth - running),
             device_usage=self._pool.get_usage(),
             prefill_tokens_per_second=meter.prefill.value,
-            chunk_bytes=self._books.row_bytes * manager.database.chunk_blocks,
+            chunk_bytes=self._books.chunk_bytes,
             tiers=tuple(
-                TierLoad(tier.tier, tier.used_bytes, tier.capacity_bytes, loads.value, stores.value)
+                TierLoad(
+                    tier.tier,
+                    tier.used_bytes,
+                    0 if self._limits_itself(tier.tier) else tier.capacity_bytes,
+                    loads.value,
+                    stores.value,
+                )
                 for tier, loads, stores in zip(
                     manager.storage.tiers, meter.loads, meter.stores, strict=True
                 )
             ),
         )
 
+    def _limits_itself(self, name: str) -> bool:
+        """Whether there is no capacity to speak of."""
+        return isinstance(self._config.tier(name), EngineTierConfig)
+
     def _tiers_now(self) -> Iterable[TierDescription]:
         for tier in self._books.manager.storage.tiers:
-            is_file = self._config.file_tier(tier.tier) is not None
+            is_lasting = self._config.keyed_tier(tier.tier) is not None
             shared_id = ""
             if tier.space.is_shared and self._shared is not None and self._shared.identity:
                 # Others who mount the directory may run another model in it.
                 name = self._shared.identity.encode() + self._books.metadata.namespace
                 shared_id = sha256(name).hexdigest()[:32]
-            yield TierDescription(tier.tier, is_file, shared_id)
+            yield TierDescription(tier.tier, is_lasting, shared_id)
 
 
 class NativeChannel:
@@ -123,7 +140,7 @@ class NativeChannel:
     ) -> None:
         self._log = log
         self.facts = facts
-        self.device = DeviceFacts(pool.medium, facts.adapters.get)
+        self.device = DeviceFacts(pool.medium, facts.adapters.get, facts.layout)
         self.publisher = Publisher(settings, facts, self.device, detach=self._detach)
         self.tap = DeviceTap(pool, self.publisher.hear_device)
         log.listener = self.publisher.hear
@@ -198,8 +215,7 @@ class EventOutlets:
         if now < self._due:
             return ()
         self._due = None
-        manager = self._books.manager
-        return host_events(manager.take_events(), manager.database.block_tokens)
+        return host_events(self._books.manager.take_events(), self._books.layout)
 
     def begin_request(self, request_id: str) -> None:
         """A request has come."""

@@ -72,7 +72,7 @@ class News:
             page = self._pages.popleft()
             with contained("build_connector_meta"):
                 self._manager.adopt(page)
-            if page.is_last:
+            if page.is_last and not page.is_borrowed:
                 tier = self._manager.storage.tiers[page.tier]
                 logger.info("%s is open: %d objects from before", tier.tier, len(tier))
 

@@ -2,10 +2,14 @@
 
 On a CPU the layout inside a block is the kernel's own (keys lie transposed), so a block is opaque:
 its bytes are moved and never interpreted.
+
+A block is named by a flat address: `kv group * blocks of the engine + block id`. The kv groups'
+blocks lie over each other in one memory, but no block is of two groups at a time.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -19,11 +23,57 @@ _BATCH_BYTES = 8 << 20
 _MOST_BLOCKS = 64  # bounds how long one call runs
 
 
-def paged_blocks(views: Sequence[BlockView], block_count: int) -> PagedBlocks:
-    """The copier for the device that the tensors are on."""
-    if views[0].tensor.device.type == "cpu":
-        return HostPagedBlocks(views, block_count)
-    return DevicePagedBlocks(views, block_count)
+GroupViews = Mapping[int, Sequence[BlockView]]  # by the engine's own number of the kv group
+
+
+def paged_blocks(groups: GroupViews, block_count: int) -> PagedBlocks:
+    """The copier for the device that the tensors are on, of kv groups that have any."""
+    device = next(view.tensor.device for views in groups.values() for view in views)
+    if device.type == "cpu":
+        return HostPagedBlocks(groups, block_count)
+    return DevicePagedBlocks(groups, block_count)
+
+
+class _Addresses:
+    """Where one kv group's addresses end and the next one's begin. Stateless."""
+
+    def __init__(self, groups: GroupViews, block_count: int) -> None:
+        self._block_count = block_count
+        self._only = next(iter(groups)) if len(groups) == 1 else None
+        self.row_bytes = max(_block_bytes(views) for views in groups.values())
+
+    def runs(
+        self, addresses: Sequence[int], first: int, last: int
+    ) -> list[tuple[int, int, int, int]]:
+        """Positions `[first, last)` as runs of a kv group: `(begin, end, kv group, its base)`."""
+        if self._only is not None:
+            return [(first, last, self._only, self._only * self._block_count)]
+        found = []
+        begin = first
+        while begin < last:
+            kv_group = addresses[begin] // self._block_count
+            base = kv_group * self._block_count
+            stop = base + self._block_count
+            end = begin + 1
+            while end < last and base <= addresses[end] < stop:
+                end += 1
+            found.append((begin, end, kv_group, base))
+            begin = end
+        return found
+
+
+def _readable_tensor(rows: Rows) -> torch.Tensor:
+    """Rows as a tensor that is only read: `torch` warns of memory that may not be written to."""
+    if rows.flags.writeable:
+        return torch.from_numpy(rows)
+    address, _ = rows.__array_interface__["data"]
+    described = {**rows.__array_interface__, "data": (address, False)}
+    lasting = SimpleNamespace(__array_interface__=described, rows=rows)  # as long as the tensor
+    return torch.from_numpy(np.asarray(lasting))
+
+
+def _block_bytes(views: Sequence[BlockView]) -> int:
+    return sum(view.block_bytes for view in views)
 
 
 class HostPagedBlocks:
@@ -34,17 +84,15 @@ class HostPagedBlocks:
     after (or before) they are copied. Holds the tensors; has no other state.
     """
 
-    def __init__(self, views: Sequence[BlockView], block_count: int) -> None:
-        self._tensors = [view.tensor for view in views]
-        self.row_bytes = sum(view.block_bytes for view in views)
+    def __init__(self, groups: GroupViews, block_count: int) -> None:
+        self._tensors = [view.tensor for views in groups.values() for view in views]
+        self._addresses = _Addresses(groups, block_count)
+        self.row_bytes = self._addresses.row_bytes
         self.batch_blocks = min(_MOST_BLOCKS, max(2, _BATCH_BYTES // self.row_bytes))
-        self._parts: list[tuple[int, int, tuple[int, ...], Rows]] = []
-        start = 0
-        for view in views:
-            shape = tuple(size for size, _ in view.dims)
-            stop = start + view.block_bytes
-            self._parts.append((start, stop, shape, _host_array(view, block_count)))
-            start = stop
+        self._parts = {
+            kv_group: _host_parts(views, block_count) for kv_group, views in groups.items()
+        }
+        self._filled = {kv_group: _block_bytes(views) for kv_group, views in groups.items()}
 
     def ready_mark(self) -> object:
         """None: when a job is submitted, the host has finished the forward pass."""
@@ -56,10 +104,20 @@ class HostPagedBlocks:
         """Copy blocks to rows: one copy per run of evenly spaced blocks and adjacent rows."""
         del after
         for first, last, row in row_runs(tier_rows):
-            for begin, end, blocks_slice in _even_runs(block_ids, first, last):
+            for begin, end, kv_group, base in self._addresses.runs(block_ids, first, last):
                 target = rows[row + begin - first : row + end - first]
-                for start, stop, shape, blocks in self._parts:
-                    target[:, start:stop].reshape(-1, *shape)[...] = blocks[blocks_slice]
+                self._gather_run(block_ids, (begin, end, base), kv_group, target)
+                if self._filled[kv_group] < self.row_bytes:
+                    target[:, self._filled[kv_group] :] = 0  # a row means nothing but its block
+
+    def _gather_run(
+        self, block_ids: Sequence[int], run: tuple[int, int, int], kv_group: int, target: Rows
+    ) -> None:
+        first, last, base = run
+        for begin, end, blocks_slice in _even_runs(block_ids, first, last, base):
+            piece = target[begin - first : end - first]
+            for start, stop, shape, blocks in self._parts[kv_group]:
+                piece[:, start:stop].reshape(-1, *shape)[...] = blocks[blocks_slice]
 
     def scatter(
         self, block_ids: Sequence[int], rows: Rows, tier_rows: Sequence[int], after: object
@@ -67,10 +125,11 @@ class HostPagedBlocks:
         """Copy rows to blocks: one copy per run of adjacent rows, wherever the blocks are."""
         del after
         for first, last, row in row_runs(tier_rows):
-            destinations = np.array(block_ids[first:last], dtype=np.intp)
-            source = rows[row : row + last - first]
-            for start, stop, shape, blocks in self._parts:
-                blocks[destinations] = source[:, start:stop].reshape(-1, *shape)
+            for begin, end, kv_group, base in self._addresses.runs(block_ids, first, last):
+                destinations = np.array(block_ids[begin:end], dtype=np.intp) - base
+                source = rows[row + begin - first : row + end - first]
+                for start, stop, shape, blocks in self._parts[kv_group]:
+                    blocks[destinations] = source[:, start:stop].reshape(-1, *shape)
 
 
 class DevicePagedBlocks:
@@ -82,10 +141,14 @@ class DevicePagedBlocks:
 
     batch_blocks = 64  # bounds the staging buffer on the device
 
-    def __init__(self, views: Sequence[BlockView], block_count: int) -> None:
-        self._device = views[0].tensor.device
-        self.row_bytes = sum(view.block_bytes for view in views)
-        self._views = [_device_view(view, block_count) for view in views]
+    def __init__(self, groups: GroupViews, block_count: int) -> None:
+        self._device = next(view.tensor.device for views in groups.values() for view in views)
+        self._addresses = _Addresses(groups, block_count)
+        self.row_bytes = self._addresses.row_bytes
+        self._views = {
+            kv_group: [_device_view(view, block_count) for view in views]
+            for kv_group, views in groups.items()
+        }
         self._is_cuda = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if self._is_cuda else None
 
@@ -104,12 +167,9 @@ class DevicePagedBlocks:
         pool = torch.from_numpy(rows)
         with torch.cuda.stream(self._stream):  # a null context when the stream is None
             self._wait(after)
-            index = self._index(block_ids)
-            staged = [
-                torch.index_select(view, 0, index).reshape(len(block_ids), -1)
-                for view in self._views
-            ]
-            block = staged[0] if len(staged) == 1 else torch.cat(staged, dim=1)
+            runs = self._addresses.runs(block_ids, 0, len(block_ids))
+            staged = [self._staged(block_ids[run[0] : run[1]], *run[2:]) for run in runs]
+            block = staged[0] if len(staged) == 1 else torch.cat(staged, dim=0)
             for first, last, row in row_runs(tier_rows):
                 pool[row : row + last - first].copy_(block[first:last], non_blocking=True)
             self._finish()
@@ -118,7 +178,7 @@ class DevicePagedBlocks:
         self, block_ids: Sequence[int], rows: Rows, tier_rows: Sequence[int], after: object
     ) -> None:
         """Copy rows to blocks; returns when the blocks are complete on the device."""
-        pool = torch.from_numpy(rows)
+        pool = _readable_tensor(rows)
         with torch.cuda.stream(self._stream):
             self._wait(after)
             block = torch.empty(
@@ -126,16 +186,31 @@ class DevicePagedBlocks:
             )
             for first, last, row in row_runs(tier_rows):
                 block[first:last].copy_(pool[row : row + last - first], non_blocking=True)
-            index = self._index(block_ids)
-            start = 0
-            for view in self._views:
-                stop = start + view[0].numel()
-                view.index_copy_(0, index, block[:, start:stop].reshape(-1, *view.shape[1:]))
-                start = stop
+            for begin, end, kv_group, base in self._addresses.runs(block_ids, 0, len(block_ids)):
+                index = self._index(block_ids[begin:end], base)
+                start = 0
+                for view in self._views[kv_group]:
+                    stop = start + view[0].numel()
+                    source = block[begin:end, start:stop]
+                    view.index_copy_(0, index, source.reshape(-1, *view.shape[1:]))
+                    start = stop
             self._finish()
 
-    def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(list(block_ids), dtype=torch.int64, device=self._device)
+    def _staged(self, block_ids: Sequence[int], kv_group: int, base: int) -> torch.Tensor:
+        """Blocks of one kv group as rows on the device; what they do not fill is zero."""
+        index = self._index(block_ids, base)
+        parts = [
+            torch.index_select(view, 0, index).reshape(len(block_ids), -1)
+            for view in self._views[kv_group]
+        ]
+        missing_bytes = self.row_bytes - sum(part.shape[1] for part in parts)
+        if missing_bytes:
+            shape = (len(block_ids), missing_bytes)
+            parts.append(torch.zeros(shape, dtype=torch.uint8, device=self._device))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _index(self, block_ids: Sequence[int], base: int) -> torch.Tensor:
+        return torch.tensor(list(block_ids), dtype=torch.int64, device=self._device) - base
 
     def _wait(self, after: object) -> None:
         if self._stream is not None and isinstance(after, torch.cuda.Event):
@@ -146,6 +221,20 @@ class DevicePagedBlocks:
             done = torch.cuda.Event()
             done.record(self._stream)
             done.synchronize()
+
+
+def _host_parts(
+    views: Sequence[BlockView], block_count: int
+) -> list[tuple[int, int, tuple[int, ...], Rows]]:
+    """Where each view's bytes are in a row, how they are shaped, and all blocks of the view."""
+    parts = []
+    start = 0
+    for view in views:
+        shape = tuple(size for size, _ in view.dims)
+        stop = start + view.block_bytes
+        parts.append((start, stop, shape, _host_array(view, block_count)))
+        start = stop
+    return parts
 
 
 def _host_array(view: BlockView, block_count: int) -> Rows:
@@ -178,9 +267,11 @@ def row_runs(tier_rows: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def _even_runs(
-    block_ids: Sequence[int], first: int, last: int
+    block_ids: Sequence[int], first: int, last: int, base: int
 ) -> "list[tuple[int, int, slice[int, int | None, int]]]":
     """Positions `[first, last)` as runs of evenly spaced blocks: `(begin, end, slice of blocks)`.
+
+    The slice is of the blocks from address `base` on.
 
     vLLM hands blocks out in runs, ascending when fresh and descending when they come back.
     """
@@ -191,7 +282,8 @@ def _even_runs(
         step = block_ids[end] - block_ids[begin] if end < last else 1
         while end < last and step and block_ids[end] - block_ids[end - 1] == step:
             end += 1
-        stop = block_ids[end - 1] + (1 if step >= 0 else -1)
-        runs.append((begin, end, slice(block_ids[begin], None if stop < 0 else stop, step or 1)))
+        start = block_ids[begin] - base
+        stop = block_ids[end - 1] - base + (1 if step >= 0 else -1)
+        runs.append((begin, end, slice(start, None if stop < 0 else stop, step or 1)))
         begin = end
     return runs

@@ -20,7 +20,7 @@ def register() -> None:
 
 
 def _check_settings_early(factory: Any) -> None:
-    """Make the factory refuse wrong settings when it is asked for our class.
+    """Make the factory refuse wrong settings, and tiers without their libraries, when it is asked.
 
     vLLM asks while it puts its configuration together, in the front-end process. No hook of a
     connector is sure to see the settings before the model is loaded, which may take minutes.
@@ -32,7 +32,9 @@ def _check_settings_early(factory: Any) -> None:
     @functools.wraps(find_class)
     def checked(kv_transfer_config: Any) -> Any:
         if kv_transfer_config.kv_connector == _NAME:
-            load_config(kv_transfer_config.kv_connector_extra_config)
+            from opal_connector.tiers.engines import check_engine_libraries
+
+            check_engine_libraries(load_config(kv_transfer_config.kv_connector_extra_config))
         return find_class(kv_transfer_config)
 
     checked.checks_opal_settings = True  # type: ignore[attr-defined]

@@ -20,20 +20,17 @@ from vllm.v1.request import Request
 
 from opal_connector.config import OpalConfig
 from opal_connector.integrations.vllm.block_holds import BlockHolds
-from opal_connector.integrations.vllm.books import Books, build_books, describe_books
-from opal_connector.integrations.vllm.facts import group_facts
+from opal_connector.integrations.vllm.books import Books, block_tables, build_books, describe_books
+from opal_connector.integrations.vllm.groups import served_groups
 from opal_connector.integrations.vllm.guard import contained
 from opal_connector.integrations.vllm.hints import request_hints
+from opal_connector.integrations.vllm.hit_sources import hit_sources
 from opal_connector.integrations.vllm.identity import (
     LoraFingerprints,
     is_cacheable,
     request_identity,
 )
-from opal_connector.integrations.vllm.messages import (
-    OpalStepJobs,
-    OpalStepResults,
-    WorkerFacts,
-)
+from opal_connector.integrations.vllm.messages import OpalStepJobs, OpalStepResults, WorkerFacts
 from opal_connector.integrations.vllm.native_events import EventOutlets
 from opal_connector.integrations.vllm.news import News
 from opal_connector.integrations.vllm.stats import OpalStats, levels
@@ -41,19 +38,16 @@ from opal_connector.integrations.vllm.store_planner import StorePlanner
 from opal_connector.integrations.vllm.tracker import IDENTITY_WAIT_SECONDS, RequestTracker
 from opal_connector.managers import LookupResult, LookupState, OpalRequest
 from opal_connector.sharing import link_shared_tier
-from opal_connector.transfers import (
-    NO_JOBS,
-    JobBatch,
-    LoadJob,
-)
+from opal_connector.transfers import NO_JOBS, JobBatch, LoadJob
 
 logger = logging.getLogger(__name__)
 
-_HIT_SOURCES = {"CPUMemory": CacheHitSource.HOST, "LocalNVMe": CacheHitSource.DISK}
 _EXPIRY_SECONDS = 5.0
 _HOLD_PATIENCE_SECONDS = 1.0
 _NO_STEP_JOBS = OpalStepJobs()
 _IDLE_STEP = OpalStepJobs(is_idle=True)
+_UNKNOWN_BLOCKS = (0,)
+_LOAD_RETRIES = 2  # of loads that brought nothing: computing is better than trying for ever
 _UNBOOKED_JOB = 0  # the books number theirs from 1 and ignore answers to others
 _MISS = (0, False)
 _ASK_AGAIN = (None, False)
@@ -77,7 +71,7 @@ class SchedulerHalf:
         self._vllm_config = vllm_config
         self._config = config
         self._clock = clock
-        self._group = group_facts(vllm_config, kv_cache_config)
+        self._served = served_groups(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         self._may_load = bool(transfer.is_kv_consumer)
@@ -120,9 +114,9 @@ class SchedulerHalf:
             return
         self._workers = workers
         refusals = sorted({worker.refusal for worker in workers if worker.refusal})
-        if isinstance(self._group, str):
-            refusals = [self._group]
-        if refusals or isinstance(self._group, str):
+        if isinstance(self._served, str):
+            refusals = [self._served]
+        if refusals or isinstance(self._served, str):
             logger.warning("Opal is off, the model runs uncached: %s", "; ".join(refusals))
             return
         if not self._config.kvc_tiers:
@@ -130,7 +124,7 @@ class SchedulerHalf:
             return
         self.books = build_books(
             vllm_config=self._vllm_config,
-            group=self._group,
+            layout=self._served.layout,
             workers=workers,
             config=self._config,
             log=self.events.log,
@@ -141,7 +135,7 @@ class SchedulerHalf:
             self._config,
             self.books.manager,
             namespace=self._namespace,
-            ranks=len(workers),
+            ranks=self.books.storing_ranks,
             clock=self._clock,
         )
         self.events.start(self.books, self._pool, shared)
@@ -150,7 +144,7 @@ class SchedulerHalf:
         )
         if self._may_store and self.holds is not None:
             self._stores = StorePlanner(
-                self.books.manager, self.holds, self._identified, ranks=len(workers)
+                self.books, self.holds, self._identified, ranks=len(workers)
             )
         logger.info("Opal is on: %s", describe_books(self.books, self._config, workers))
 
@@ -184,8 +178,10 @@ class SchedulerHalf:
         tracker.computed_blocks = computed_tokens // block_tokens
         tracker.lookup_tokens = request.num_tokens - computed_tokens
         tracker.tier_tokens = {}
-        if not (self._may_load and tracker.may_load):
+        if not (self._may_load and tracker.may_load) or opal.failed_loads > _LOAD_RETRIES:
             return _MISS
+        if computed_tokens % self.books.layout.alignment_tokens:
+            return _MISS  # vLLM has a part of a block, which a load would have to begin before
         opal.extend(request.all_token_ids)
         if self._news is not None:
             self._news.poll_shared()
@@ -197,11 +193,12 @@ class SchedulerHalf:
         tracker.tier_tokens = result.tier_tokens
         return result.block_count * block_tokens, True
 
-    def allocated(self, request: Request, block_ids: Sequence[int], external_tokens: int) -> None:
+    def allocated(
+        self, request: Request, block_ids: tuple[Sequence[int], ...], external_tokens: int
+    ) -> None:
         """Take note that vLLM has admitted the request, and wants `external_tokens` of it loaded.
 
-        `block_ids` are all blocks of the request; those to fill lie behind the computed ones of
-        the last lookup.
+        `block_ids` are its blocks by kv group; those to fill lie behind the last lookup's computed.
         """
         tracker = self._trackers.get(request.request_id)
         if self.books is None or tracker is None or tracker.opal is None:
@@ -212,14 +209,22 @@ class SchedulerHalf:
         else:
             first = tracker.computed_blocks
             count = -(-external_tokens // self.books.manager.database.block_tokens)
-            destinations = block_ids[first : first + count]
             # vLLM waits for this load: without a plan its blocks are reported as not filled.
-            job = LoadJob(_UNBOOKED_JOB, request.request_id, (), tuple(destinations))
-            with contained("update_state_after_alloc"):
-                job = self.books.manager.plan_load(tracker.opal, destinations)
+            unfilled = tuple(block_ids[0][first : first + count]) or _UNKNOWN_BLOCKS
+            job = LoadJob(_UNBOOKED_JOB, request.request_id, (), unfilled)
+            # What another length needs may not be leased, where it is not simply less.
+            if self.books.layout.is_plain or external_tokens == sum(tracker.tier_tokens.values()):
+                with contained("update_state_after_alloc"):
+                    tables = block_tables(block_ids, self.books)
+                    job = self.books.manager.plan_load(
+                        tracker.opal, tables, first_block=first, block_count=count
+                    )
             tracker.may_load = job.job_id != _UNBOOKED_JOB  # else it would be tried for ever
             self._loads.append(job)
             self._fetching.add(request.request_id)
+            if not tracker.may_load:
+                self.books.manager.release(tracker.opal)
+                tracker.tier_tokens = {}  # nothing comes of it, so it is no hit
         if tracker.lookup_tokens is not None and request.num_preemptions == 0:
             self.books.manager.count_admission(tracker.tier_tokens, tracker.lookup_tokens)
         tracker.lookup_tokens = None
@@ -227,15 +232,11 @@ class SchedulerHalf:
     def hit_sources(self, request: Request, external_tokens: int) -> dict[CacheHitSource, int]:
         """Where the tokens of the load just planned come from, in vLLM's terms."""
         tracker = self._trackers.get(request.request_id)
-        sources: dict[CacheHitSource, int] = {}
-        for tier, tokens in (tracker.tier_tokens if tracker is not None else {}).items():
-            source = _HIT_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
-            sources[source] = sources.get(source, 0) + tokens
-        if sum(sources.values()) != external_tokens:
-            return {CacheHitSource.EXTERNAL_UNSPECIFIED: external_tokens}
-        return sources
+        return hit_sources(tracker.tier_tokens if tracker is not None else {}, external_tokens)
 
-    def finish(self, request: Request, block_ids: Sequence[int]) -> dict[str, Any] | None:
+    def finish(
+        self, request: Request, block_ids: tuple[Sequence[int], ...]
+    ) -> dict[str, Any] | None:
         """The request has ended: store its tail, give back what it held, say what it had.
 
         Returns:
@@ -347,8 +348,8 @@ class SchedulerHalf:
         lookup = self.books.manager.lookup
         first = tracker.computed_blocks
         result = lookup(tracker.opal, computed_blocks=first, max_blocks=max_blocks, now=now)
-        is_eagle = not isinstance(self._group, str) and self._group.is_eagle
-        if is_eagle and result.state is LookupState.HIT:
+        layout = self.books.layout
+        if layout.is_plain and layout.groups[0].is_draft and result.state is LookupState.HIT:
             stop = first + result.block_count - 1
             result = lookup(tracker.opal, computed_blocks=first, max_blocks=stop, now=now)
         return result

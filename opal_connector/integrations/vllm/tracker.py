@@ -57,4 +57,4 @@ class RequestTracker:
         self.planned_chunks = 0
         self.has_planned_tail = False
         if self.opal is not None:
-            self.opal.next_chunk = 0
+            self.opal.store_again()

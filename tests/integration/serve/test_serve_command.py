@@ -96,6 +96,30 @@ def test_nothing_outlives_serve_when_it_is_killed(tmp_path: Path) -> None:
         until(lambda: not any(map(lives, left)), "the end of all processes")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_credential_is_in_a_list_of_processes_or_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Engines are given stores in a file, which is gone at the end, however it comes."""
+    private = tmp_path / "private"
+    private.mkdir()
+    monkeypatch.setenv("TMPDIR", str(private))
+    tiers = {"kvc_tiers": ["CPUMemory", "Valkey"], "Valkey": {"url": "redis://:hunter2@host"}}
+    with started(tmp_path, tiers=tiers) as process:
+        url = url_of(process)
+        until(lambda: is_ready(url), "the engines")
+        commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(process.pid)]
+        assert any(b"opal_config" in command for command in commands)
+        assert not any(b"hunter2" in command for command in commands)
+        files = list(private.rglob("*.json"))
+        assert [path.name for path in sorted(files)] == ["engine-1.json", "engine-2.json"]
+        assert "hunter2" in files[0].read_text()
+        process.send_signal(number)
+        until(lambda: not list(private.rglob("*.json")), "the files to be removed")
+        process.wait(PATIENCE_SECONDS)
+    assert "hunter2" not in (tmp_path / "log").read_text()
+
+
 def test_a_second_signal_waits_for_nothing(tmp_path: Path) -> None:
     """Engines that would take a minute are killed, and the exit code tells that."""
     stop = {"drain_seconds": 60, "kill_seconds": 60}

@@ -48,6 +48,8 @@ class EngineCalls:
     """The calls. Every argument and every answer is plain data that can cross a pipe."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
+        if settings.get("tensor_parallel_size", 1) > 1:  # a core for each of the two ranks
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
         from vllm import LLM
 
         self._llm = LLM(**settings)
@@ -264,6 +266,10 @@ class EngineCalls:
             for group in self._scheduler.kv_cache_config.kv_cache_groups
         ]
 
+    def has_prefix_caching(self) -> bool:
+        """Whether vLLM has a prefix cache of its own."""
+        return bool(self._scheduler.kv_cache_manager.enable_caching)
+
     # ---- breaking ----
 
     def damage_tier(self, tokens: list[int], blocks: list[int] | None = None) -> None:
@@ -280,6 +286,18 @@ class EngineCalls:
             for place, row in enumerate(record.rows):
                 if places.get(record.run[place * 32 : place * 32 + 32]) in wanted:
                     rows[row, rows.shape[1] // 2] ^= 0xFF
+
+    def damage_group(self, group: int) -> None:
+        """Flip a byte in every row of every object of one attention group."""
+        backend = self._half.books.manager.storage.tiers[0]
+        rows = self._tier_store.rows
+        damaged = 0
+        for key in backend.index.readable_keys():
+            record = backend.get(key)
+            if record.group == group:
+                damaged += 1
+                rows[list(record.rows), 0] ^= 0xFF
+        assert damaged, f"nothing is stored of group {group}"
 
     def fail(self, verb: str, times: int = 1 << 30) -> None:
         """Make the tier's `read` or `write` raise, so many times."""

@@ -22,6 +22,7 @@ from opal_connector.cli.models import ensure_smollm2
 BLOCK_TOKENS = 32
 START_SECONDS = 240.0
 CALL_SECONDS = 300.0
+STOP_SECONDS = 30.0  # workers of several ranks take some
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -101,8 +102,8 @@ class EngineProcess:
         """Let the engine shut down; kill the process if it does not."""
         with contextlib.suppress(OSError, EngineError):
             self._calls.send(None)
-            self.receive(10.0)
-        self._process.join(5.0)
+            self.receive(STOP_SECONDS)
+        self._process.join(STOP_SECONDS)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -170,8 +171,11 @@ def running_engine(**settings: Any) -> Iterator[EngineProcess]:
     with tempfile.TemporaryDirectory(prefix="opal-engine-") as directory:
         log_path = Path(directory) / "engine.log"
         log_path.touch()
+        has_ranks = arguments.get("tensor_parallel_size", 1) > 1
         process = context.Process(
-            target=engine_child.run, args=(theirs, str(log_path), arguments), daemon=True
+            target=engine_child.run,
+            args=(theirs, str(log_path), arguments),
+            daemon=not has_ranks,  # a daemon may not have the workers of ranks as children
         )
         process.start()
         theirs.close()

@@ -27,6 +27,8 @@ FIELDS = {
     "machine",
     "warm_ttfts_s",
     "device_ttfts_s",
+    "num_gpu_blocks",
+    "num_gpu_blocks_without_opal",
 }
 DEMO = [sys.executable, "-c", "from opal_connector.cli.main import main; main()", "demo"]
 
@@ -56,6 +58,7 @@ def test_demo_reuses_the_whole_prompt(tmp_path: Path) -> None:
     assert report["hit_fraction"] == round(hit_tokens / report["prompt_tokens"], 4) >= 0.95
     assert report["model"] == "smollm2-135m-layers4"
     assert len(report["warm_ttfts_s"]) == len(report["device_ttfts_s"]) == 3
+    assert report["num_gpu_blocks"] == report["num_gpu_blocks_without_opal"] > 0
     assert "CPUMemory" in table
     assert "Traceback" not in errors
 

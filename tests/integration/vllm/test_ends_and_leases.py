@@ -295,7 +295,7 @@ def test_consumer_loads_and_never_stores() -> None:
     assert engine.held_hashes() == set()
     assert engine.results["cold"].stored_tokens == 0
     engine.half._stores = StorePlanner(
-        engine.manager, engine.half.holds, engine.half._identified, ranks=1
+        engine.half.books, engine.half.holds, engine.half._identified, ranks=1
     )
     engine.generate("stored", prompt(1, 120))  # stands for what another process stored
     engine.half._stores = None

@@ -25,13 +25,13 @@ FAULTS: dict[str, tuple[Callable[[Engine], Any], str]] = {
     "build_connector_meta": (lambda engine: engine.manager, "plan_store"),
     "build_connector_meta/expire": (lambda engine: engine.manager, "expire"),
     "update_connector_output": (lambda engine: engine.manager, "commit"),
-    "request_finished": (lambda engine: engine.manager, "end_request"),
+    "request_finished_all_groups": (lambda engine: engine.manager, "end_request"),
     "take_events": (lambda engine: engine.manager, "take_events"),
     "has_pending_block_frees": (lambda engine: engine.half.holds, "frees_soon"),
     "has_pending_push_work": (lambda engine: engine.half, "has_work"),
     "get_kv_connector_stats": (lambda engine: engine.manager, "take_counters"),
     "start_load_kv": (lambda engine: engine.mover(), "submit"),
-    "get_finished": (lambda engine: engine.mover(), "take_results"),
+    "get_transfer_results": (lambda engine: engine.mover(), "take_results"),
     "get_block_ids_with_load_errors": (
         lambda engine: engine.workers[0].worker_half,
         "take_load_errors",
@@ -41,7 +41,7 @@ FAULTS: dict[str, tuple[Callable[[Engine], Any], str]] = {
 # What fails here at every call keeps the books from ever closing,
 NEVER_IDLE = ("update_connector_output", "take_events")
 # and here the scheduler never hears that a transfer has ended.
-NEVER_ANSWERS = ("get_finished", "build_connector_worker_meta")
+NEVER_ANSWERS = ("get_transfer_results", "build_connector_worker_meta")
 
 
 class Raises:
@@ -92,7 +92,7 @@ def test_one_exception_in_a_hook_costs_a_miss(
     engine.run()
 
     engine.assert_answers(*names)
-    if hook != "request_finished" or fault.calls < call:
+    if hook != "request_finished_all_groups" or fault.calls < call:
         engine.assert_idle()
     monkeypatch.undo()
     engine.forget_device()

@@ -34,15 +34,17 @@ def two_rounds(engine: EngineProcess) -> list[list[Answer]]:
 
 
 def test_windows_and_full_attention(tmp_path: Path) -> None:
-    """Without hybrid support vLLM runs such a model as one group, which Opal serves whole."""
+    """Such a model keeps vLLM's hybrid memory manager, and its blocks of every kind come back."""
     model = make_tiny_gemma(tmp_path, [SLIDING, SLIDING, SLIDING, FULL])
     with running_engine(model=model, skip_tokenizer_init=True) as engine:
-        assert len(engine.call("kv_groups")) > 1
+        kv_groups = engine.call("kv_groups")
+        assert len(kv_groups) > 1
         expected, _ = two_rounds(engine)
     with running_engine(model=model, skip_tokenizer_init=True, kv_transfer_config=opal()) as engine:
-        assert engine.call("kv_groups") == ["FullAttentionSpec"]
+        assert engine.call("kv_groups") == kv_groups
         cold, warm = two_rounds(engine)
         assert_at_rest(engine)
+        assert "hybrid memory manager is off" not in engine.log_text()
 
     assert_same(cold, expected)
     assert_same(warm, expected)
@@ -51,18 +53,34 @@ def test_windows_and_full_attention(tmp_path: Path) -> None:
     assert len({token for answer in expected for token in answer["tokens"]}) > 10
 
 
+def test_windows_as_full_attention(tmp_path: Path) -> None:
+    """Without the hybrid manager one group keeps everything: served whole, and a warning why."""
+    model = make_tiny_gemma(tmp_path, [SLIDING, SLIDING, SLIDING, FULL])
+    options = {"skip_tokenizer_init": True, "disable_hybrid_kv_cache_manager": True}
+    with running_engine(model=model, **options) as engine:
+        expected, _ = two_rounds(engine)
+    with running_engine(model=model, kv_transfer_config=opal(), **options) as engine:
+        assert engine.call("kv_groups") == ["FullAttentionSpec"]
+        cold, warm = two_rounds(engine)
+        assert_at_rest(engine)
+        log = engine.log_text()
+
+    assert_same(cold, expected)
+    assert_same(warm, expected)
+    assert [answer["cached_tokens"] for answer in warm] == [448, 608, 0]
+    warning = f"hybrid memory manager is off, and this model has sliding windows of {WINDOW_TOKENS}"
+    assert log.count(warning) == 1
+
+
 def test_windows_only(tmp_path: Path) -> None:
-    """One group of a kind that is not served yet: Opal says so and stays out of the way."""
+    """One group that never looks back on everything: a window at the end of a hit is enough."""
     model = make_tiny_gemma(tmp_path, [SLIDING, SLIDING])
     with running_engine(model=model, skip_tokenizer_init=True) as engine:
         expected, _ = two_rounds(engine)
     with running_engine(model=model, skip_tokenizer_init=True, kv_transfer_config=opal()) as engine:
-        first, second = two_rounds(engine)
-        log = engine.log_text()
+        cold, warm = two_rounds(engine)
+        assert_at_rest(engine)
 
-    assert_same(first, expected)
-    assert_same(second, expected)
-    assert all(answer["opal"] is None for answer in second)
-    assert (
-        "Opal is off, the model runs uncached: KV cache group 0 is of kind SlidingWindowSpec" in log
-    )
+    assert_same(cold, expected)
+    assert_same(warm, expected)
+    assert [answer["cached_tokens"] for answer in warm] == [448, 608, 0]

@@ -7,9 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
-from router_engines import ADAPTER, RouterEngine
+from router_engines import ADAPTER, PATIENT, RouterEngine
 from router_thread import RunningRouter, running_router
-from router_world import QUICK
 
 from opal_connector.cluster.request import PrefixRequest
 
@@ -70,7 +69,7 @@ def fresh_prompt(seed: int, blocks: int = 12) -> list[int]:
 def router(engines: dict[str, RouterEngine]) -> Iterator[RunningRouter]:
     """In front of all three, the one without Opal found by asking it."""
     given = {
-        **QUICK,
+        **PATIENT,
         "instances": [engine.config for engine in engines.values()],
         "affinity": {"mode": "off"},
         "tokens": {"timeout_seconds": 20.0},

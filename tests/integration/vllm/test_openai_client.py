@@ -12,9 +12,8 @@ pytest.importorskip("openai")
 
 import httpx
 import openai
-from router_engines import ADAPTER, RouterEngine
+from router_engines import ADAPTER, PATIENT, RouterEngine
 from router_thread import RunningRouter, running_router
-from router_world import QUICK
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -53,7 +52,7 @@ TEXT = {"model": "model", "prompt": "Once upon a time " * 5, "max_tokens": 8, "t
 def router(engines: dict[str, RouterEngine]) -> Iterator[RunningRouter]:
     """In front of the two servers with Opal; clients need a key."""
     given = {
-        **QUICK,
+        **PATIENT,
         "instances": [engines["one"].config, engines["two"].config],
         "security": {"api_key_env": "DATA"},
         "tokens": {"timeout_seconds": 20.0},

@@ -6,9 +6,8 @@ from typing import Any
 
 import httpx
 import pytest
-from router_engines import ADAPTER, RouterEngine
+from router_engines import ADAPTER, PATIENT, RouterEngine
 from router_thread import PATIENCE_SECONDS, RunningRouter, running_router
-from router_world import QUICK
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -79,7 +78,7 @@ def router(
     tokens: dict[str, Any] = {"timeout_seconds": 20.0}
     if request.param == "local":
         tokens |= {"tokenizers": {"model": str(engines["one"].model)}, "engine": False}
-    given = {**QUICK, "instances": [engines["one"].config], "tokens": tokens}
+    given = {**PATIENT, "instances": [engines["one"].config], "tokens": tokens}
     with running_router(given) as running:
         running.until(lambda core: not core.local_tokens.unprobed, "the probes")
         yield running

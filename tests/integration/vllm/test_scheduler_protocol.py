@@ -300,3 +300,27 @@ def test_ht_35_fault_of_a_tier_is_a_miss(error: Exception, verb: str) -> None:
     assert engine.generate("again", prompt(1, 100)).hit_tokens == 96
     engine.assert_answers("cold", "warm", "heal", "again")
     engine.assert_idle()
+
+
+def test_store_needs_no_allocation_that_the_connector_was_told_of() -> None:
+    """Beside another connector it hears of no blocks where the other one loads: it asks vLLM.
+
+    Half of the prompt is on the device, and the blocks that follow were in use before.
+    """
+    engine = Engine(num_blocks=17)
+    engine.generate("old", prompt(3, 250), max_tokens=1)
+    engine.generate("half", prompt(1, 64), max_tokens=1)
+    engine.scheduler.connector.reset_cache()
+    tell = engine.connector.update_state_after_alloc
+    engine.connector.update_state_after_alloc = lambda request, blocks, external_tokens: tell(
+        request, blocks.new_empty(), 0
+    )
+
+    engine.generate("whole", prompt(1, 160), max_tokens=1)
+
+    assert engine.held_hashes() == set(chain_of(engine, "whole")[:10])
+    engine.connector.update_state_after_alloc = tell
+    engine.forget_device()
+    assert engine.generate("again", prompt(1, 160)).hit_tokens == 144
+    engine.assert_answers("whole", "again")
+    engine.assert_idle()

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -93,6 +94,7 @@ def served(directory: Path) -> Iterator[Cluster]:
     given["tiers"]["LocalNVMe"]["path"] = str(directory / "{name}")
     given["tiers"]["DistributedFS"]["path"] = str(directory / "shared")
     given["router"]["port"] = 0
+    given["prewarm"] = {"seconds": 60}  # the machine is small, and the first load is the engine's
     given["vllm"] |= {"max-model-len": 2048, "served-model-name": "tiny-llama"}
     path, log = directory / "cluster.yaml", directory / "log"
     path.write_text(yaml.safe_dump(given))
@@ -146,23 +148,32 @@ def test_a_cluster_of_real_engines_lives_through_a_death(tmp_path: Path) -> None
 def _kill_with_requests_under_way(cluster: Cluster, directory: Path) -> None:
     """Some of the requests are at the engine that dies, and none of them fails.
 
-    Its own directory goes with it, so that it has the shared one only when it comes back.
+    Eight clients ask one long question after another until it is dead, however fast the engines
+    are. Its own directory goes with it, so that it has the shared one only when it comes back.
     """
     pid = cluster.pid("engine-1")
+    dead = threading.Event()
+
+    def ask_until_dead(number: int) -> str:
+        while True:
+            worker, _ = cluster.ask(f"A long one {number}", max_tokens=1500, ignore_eos=True)
+            if dead.is_set():
+                return worker
+
     with ThreadPoolExecutor(8) as threads:
-        asked = [
-            threads.submit(cluster.ask, f"A long one {number}", max_tokens=300, ignore_eos=True)
-            for number in range(8)
-        ]
-        until(
-            lambda: cluster.figure("opal_router_in_flight", instance="engine-1") >= 3,
-            "requests at both engines",
-            cluster.log,
-        )
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: not lives(pid), "its end", cluster.log)
-        shutil.rmtree(directory)
-        workers = [one.result(PATIENCE_SECONDS)[0] for one in asked]
+        asked = [threads.submit(ask_until_dead, number) for number in range(8)]
+        try:
+            until(
+                lambda: cluster.figure("opal_router_in_flight", instance="engine-1") >= 3,
+                "requests at both engines",
+                cluster.log,
+            )
+            os.kill(pid, signal.SIGKILL)
+            until(lambda: not lives(pid), "its end", cluster.log)
+            until(lambda: cluster.taking() == {"engine-2"}, "the router to see it", cluster.log)
+            shutil.rmtree(directory)  # before it is started again
+        finally:
+            dead.set()
+        workers = [one.result(PATIENCE_SECONDS) for one in asked]
     assert workers.count("engine-2") >= 7
-    assert cluster.figure("opal_router_retries_total") >= 3
-    assert cluster.taking() == {"engine-2"}
+    assert cluster.figure("opal_router_retries_total") >= 1

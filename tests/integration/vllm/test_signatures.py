@@ -38,6 +38,7 @@ pytestmark = pytest.mark.vllm
 
 PAIRS = [
     (OpalConnector, KVConnectorBase_V1),
+    (OpalConnector, SupportsHMA),
     (OpalStepResults, KVConnectorWorkerMetadata),
     (OpalStats, KVConnectorStats),
     (OpalPromMetrics, KVConnectorPromMetrics),
@@ -52,7 +53,8 @@ HOOKS = {
     *("set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware"),
     *("register_kv_caches", "start_load_kv", "wait_for_layer_load", "save_kv_layer"),
     *("wait_for_save", "get_finished", "get_block_ids_with_load_errors"),
-    *("build_connector_worker_meta", "get_handshake_metadata"),
+    *("build_connector_worker_meta", "get_handshake_metadata", "get_transfer_results"),
+    *("request_finished_all_groups", "register_finished_partial_tail"),
 }
 
 
@@ -90,7 +92,8 @@ def test_every_public_method_of_the_connector_is_a_hook_of_vllm() -> None:
     """A method that vLLM does not have (any more) would never be called."""
     public = {name for name in vars(OpalConnector) if not name.startswith("_")}
 
-    assert {name for name in public if not hasattr(KVConnectorBase_V1, name)} == set()
+    known = (KVConnectorBase_V1, SupportsHMA)
+    assert {name for name in public if not any(hasattr(base, name) for base in known)} == set()
     assert public == HOOKS
 
 
@@ -100,9 +103,9 @@ def test_nothing_abstract_is_left(ours: type) -> None:
     assert not inspect.isabstract(ours)
 
 
-def test_one_group_only_is_declared_by_the_class() -> None:
-    """VLLM decides by the class whether a hybrid model gets several groups."""
-    assert not issubclass(OpalConnector, SupportsHMA)
+def test_several_groups_are_declared_by_the_class() -> None:
+    """VLLM decides by the class whether a hybrid model keeps its memory manager."""
+    assert issubclass(OpalConnector, SupportsHMA)
 
 
 def test_constructor_takes_what_the_factory_gives() -> None:
@@ -143,7 +146,7 @@ def test_module_path_needs_no_plugin(path: str, unregistered: None) -> None:
     config = transfer_config(kv_connector_module_path=path)
 
     assert KVConnectorFactory.get_connector_class(config) is OpalConnector
-    assert not KVConnectorFactory.supports_hma_config(config)
+    assert KVConnectorFactory.supports_hma_config(config)
 
 
 def test_the_device_tap_finds_what_it_relies_on() -> None:
@@ -161,6 +164,10 @@ def test_the_device_tap_finds_what_it_relies_on() -> None:
     assert list(inspect.signature(pool.emit_cached_block_events).parameters) == [
         *("request", "num_cached_blocks", "block_size", "kv_cache_group_id"),
     ]
+    assert list(inspect.signature(pool.cache_full_blocks).parameters) == [
+        *("request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size"),
+        *("kv_cache_group_id", "block_mask"),
+    ]
     assert "self.block_pool.take_events()" in inspect.getsource(KVCacheManager.take_events)
     step = inspect.getsource(Scheduler.update_from_output)
     assert step.count("self.kv_cache_manager.take_events()") == 1
@@ -173,6 +180,7 @@ def test_events_of_the_device_say_what_their_digests_need() -> None:
     assert {
         *("block_hashes", "parent_block_hash", "token_ids", "block_size", "medium"),
         *("lora_name", "extra_keys", "group_idx"),
+        *("kv_cache_spec_kind", "kv_cache_spec_sliding_window"),
     } <= set(BlockStored.__struct_fields__)
     assert {"block_hashes", "medium", "group_idx"} <= set(BlockRemoved.__struct_fields__)
     keys = (("lora", "tuned", "/path"), ("mm", "cat", -3), ("cache_salt", "pepper"))

@@ -14,7 +14,7 @@ pytest.importorskip("httpx")
 from opal_connector.cli import demo as demo_module
 from opal_connector.cli import demo_report, demo_runs
 from opal_connector.cli.demo_report import summarize, verdict
-from opal_connector.cli.demo_runs import Measurement, demo_prompt, measure
+from opal_connector.cli.demo_runs import Measurement, demo_prompt, device_blocks, measure
 from opal_connector.cli.errors import CommandFailure
 from opal_connector.cli.machine import machine_facts
 from opal_connector.cli.main import opal
@@ -37,6 +37,8 @@ FIELDS = [
     "machine",
     "warm_ttfts_s",
     "device_ttfts_s",
+    "num_gpu_blocks",
+    "num_gpu_blocks_without_opal",
 ]
 HITS = "vllm:opal_hit_tokens_total"
 SOURCES = "vllm:prompt_tokens_cached_by_source_total"
@@ -244,6 +246,8 @@ def test_report_has_exactly_the_promised_fields() -> None:
         "model": "m",
         "warm_ttfts_s": [0.5, 0.25, 0.2],
         "device_ttfts_s": [0.2, 0.3, 0.9],
+        "num_gpu_blocks": None,
+        "num_gpu_blocks_without_opal": None,
     }
     assert verdict(report) is None
     assert written["machine"]["cores"] >= 1
@@ -270,6 +274,28 @@ def test_hit_below_95_percent_is_told() -> None:
     assert "Only 94.0% of the prompt" in str(verdict(report))
 
 
+def test_blocks_that_opal_costs_are_reported() -> None:
+    """Fewer blocks beside Opal than alone say that the hybrid memory manager is off."""
+    equal = measurement(num_gpu_blocks=700, num_gpu_blocks_without_opal=700)
+    fewer = measurement(num_gpu_blocks=100, num_gpu_blocks_without_opal=700)
+
+    said = [
+        verdict(summarize(found, model="m", machine=machine_facts())) for found in (equal, fewer)
+    ]
+
+    assert said[0] is None
+    assert "100 blocks with Opal and 700 without" in str(said[1])
+
+
+def test_device_blocks_are_read_from_the_metrics() -> None:
+    """They are in a label of vLLM's; a server that does not say them is not a device of none."""
+    name = "vllm:cache_config_info"
+
+    assert device_blocks([Sample(name, {"num_gpu_blocks": "5461"}, 1.0)]) == 5461
+    assert device_blocks([Sample(name, {"num_gpu_blocks": "None"}, 1.0)]) is None
+    assert device_blocks([]) is None
+
+
 def test_table_names_the_runs_and_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     """A person sees the three times, how much faster, and what the model said."""
     demo_report.show(summarize(measurement(), model="m", machine=machine_facts()), " said\n[it]")
@@ -290,9 +316,13 @@ def run(*arguments: str) -> Result:
     ("arguments", "sentence"),
     [
         (["--layers", "31"], "31 is not in the range 1<=x<=30"),
+        (["--model", "gemma4"], "'gemma4' is not one of 'smollm2-135m', 'gemma3-270m',"),
+        (["--model", "gemma3-270m", "--layers", "19"], "layers 1 to 18; cannot keep 19."),
+        (["--model", "gemma3-270m", "--cluster"], "--model: --cluster runs smollm2-135m"),
         (["--prompt-tokens", "100"], "100 is not in the range 640<=x<=4000"),
         (["--tiers", "Tape"], "kvc_tiers[0]: found 'Tape', allowed: CPUMemory"),
         (["--tiers", "CPUMemory,CPUMemory"], "each tier is allowed once"),
+        (["--json", "--layers", "31"], "31 is not in the range 1<=x<=30"),  # without a file
         (["--json", "absent/out.json"], "There is no directory absent to write out.json in."),
     ],
 )
@@ -307,7 +337,7 @@ def test_mistake_is_refused_before_anything_starts(arguments: list[str], sentenc
 def test_missing_httpx_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the extra the user learns its name."""
     monkeypatch.setitem(sys.modules, "opal_connector.cli.server_client", None)
-    monkeypatch.setattr(demo_module, "ensure_smollm2", lambda *_, **__: pytest.fail("too late"))
+    monkeypatch.setattr(demo_module, "ensure_named", lambda *_, **__: pytest.fail("too late"))
 
     result = run()
 

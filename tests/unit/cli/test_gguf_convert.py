@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from opal_connector.cli.errors import CommandFailure
-from opal_connector.cli.gguf_convert import tensor_name, unpermute_rows
+from opal_connector.cli.gguf_architectures import ARCHITECTURES, unpermute_rows
 from opal_connector.cli.gguf_tokenizer import TokenKind, build_tokenizer
 from opal_connector.cli.main import opal
 from opal_connector.cli.model_source import WheelSource
@@ -24,6 +24,7 @@ pytest.importorskip("filelock")
 tokenizers = pytest.importorskip("tokenizers")
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
 
+LLAMA = ARCHITECTURES["llama"]
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 6, 3
 HIDDEN, INNER = HEADS * HEAD_DIM, 32
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -85,14 +86,14 @@ def write_gguf(path: Path, weights: Weights) -> None:
     writer.add_pad_token_id(2)
     writer.add_chat_template("{{ messages[0]['content'] }}")
     theirs = {
-        tensor_name(name, layers=LAYERS): name
+        LLAMA.tensor_name(name, layers=LAYERS): name
         for name in ("token_embd.weight", "output_norm.weight")
     }
     parts = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")
     for layer in range(LAYERS):
         for part in (*parts, "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"):
             name = f"blk.{layer}.{part}.weight"
-            theirs[tensor_name(name, layers=LAYERS)] = name
+            theirs[LLAMA.tensor_name(name, layers=LAYERS)] = name
     for name, values in weights.items():
         head_count = {"q": HEADS, "k": KV_HEADS}.get(name.partition("self_attn.")[2][:1])
         moved = permute_rows(values, head_count) if head_count else values
@@ -156,7 +157,7 @@ def test_unknown_tensor_is_refused() -> None:
     """A GGUF with parts that would be lost is not converted."""
     for name in ("blk.0.attn_q.bias", "rope_factors.weight", "blk.x.attn_q.weight"):
         with pytest.raises(CommandFailure, match=name):
-            tensor_name(name, layers=30)
+            LLAMA.tensor_name(name, layers=30)
 
 
 def test_digits_stay_single() -> None:

@@ -20,7 +20,7 @@ from opal_connector.cli.tiny_models import TinyLlama
 from opal_connector.cluster.publisher import Publisher
 from opal_connector.config import Endpoint
 from opal_connector.events import ObjectFact
-from opal_connector.managers import OpalKVCacheManager
+from opal_connector.managers import OpalKVCacheManager, one_table
 
 TIER = "CPUMemory"
 NOBODY = "tcp://127.0.0.1:9"  # the discard port, where nothing listens
@@ -184,7 +184,7 @@ def test_match_reads_a_text_with_the_models_tokenizer(tmp_path: Path) -> None:
     text = "".join(chr(33 + place % 90) for place in range(3 * len(tokens_of([0]))))
     request = manager.new_request("r")
     request.extend(list(text.encode()))
-    job = manager.plan_store(request, full_blocks=3, block_ids=range(3), include_tail=True)
+    job = manager.plan_store(request, full_blocks=3, tables=one_table(range(3)), include_tail=True)
     assert job is not None
     manager.commit(done(job))
     try:

@@ -70,10 +70,15 @@ def test_last_line_of_standard_output_is_the_directory(cache: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["get", "smollm3"], "There is no model 'smollm3' to get; there is smollm2-135m."),
+        (["get", "smollm3"], "There is no model 'smollm3' to get; there are smollm2-135m and g"),
         (["get", "tiny-llama"], "opal models make tiny-llama"),
         (["get", "smollm2-135m", "--layers", "0"], "layers 1 to 30; cannot keep 0."),
         (["get", "smollm2-135m", "--layers", "31"], "layers 1 to 30; cannot keep 31."),
+        (["get", "gemma3-270m", "--layers", "19"], "layers 1 to 18; cannot keep 19."),
+        (["get", "tiny-gemma3"], "opal models make tiny-gemma3"),
+        (["make", "gemma3-270m"], "opal models get gemma3-270m"),
+        (["make", "tiny-gemma3", "--kv-heads", "2"], "--kv-heads: only tiny-llama has a shape"),
+        (["make", "tiny-gemma3", "--seed", "-1"], "The seed starts at 0, not at -1."),
         (["make", "smollm2-135m"], "opal models get smollm2-135m"),
         (["make", "large-llama"], "There is no model 'large-llama' to make"),
         (["make", "tiny-llama", "--heads", "3"], "must be a multiple"),
@@ -114,6 +119,8 @@ def test_list_shows_what_is_ready_and_how_to_make_the_rest() -> None:
     lines = [line.split() for line in run("list").stdout.splitlines()]
 
     assert ["tiny-llama", "ready", "0.5", "MB"] in lines
+    assert ["gemma3-270m", "absent", "opal", "models", "get", "gemma3-270m"] in lines
+    assert ["tiny-lfm2", "absent", "opal", "models", "make", "tiny-lfm2"] in lines
     assert ["smollm2-135m", "absent", "opal", "models", "get", "smollm2-135m"] in lines
     assert ["tiny-llama-seed3", "damaged:", "config.json", "is", "missing"] in [
         line[:5] for line in lines
@@ -305,6 +312,13 @@ def test_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
 
     assert (first / name).read_bytes() == (again / name).read_bytes()
     assert (first / name).read_bytes() != (other / name).read_bytes()
+
+
+def test_tiny_llama_is_the_one_it_always_was() -> None:
+    """Figures and traces of earlier versions were made with this very model."""
+    digest = model_store.file_sha256(ensure_tiny_llama() / "model.safetensors")
+
+    assert digest == "42e62e04b728a6d4b9c6b4f433124f581c48b6614a44fc48504fdfdbeecbb806"
 
 
 def test_shapes_follow_the_options() -> None:

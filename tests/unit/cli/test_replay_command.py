@@ -57,6 +57,7 @@ def test_table_has_opals_rows_and_a_column_per_policy(trace: Path) -> None:
     lines = result.stdout.splitlines()
     assert result.exit_code == 0, result.output
     assert lines[0].split() == ["LRU", "S3-FIFO", "Belady"]
+    assert "KVC Tier Token Breakdown" in [line.strip() for line in lines]  # no markup around it
     breakdown = lines.index(next(line for line in lines if "KVC Tier Token Breakdown" in line))
     assert lines[breakdown + 1].split() == ["CPUMemory", "192", "(49.23%)", "192", "(49.23%)", "-"]
     assert lines[breakdown + 3].split()[:4] == ["Cache", "Miss", "198", "(50.77%)"]
@@ -124,6 +125,17 @@ def test_configuration_file_is_read_and_options_win(trace: Path) -> None:
     assert tiers["CPUMemory"]["eviction_policy"] == "ARC"
     assert tiers["LocalNVMe"]["write"] == "demote"
     assert tiers["kvc_tiers"] == ["CPUMemory", "LocalNVMe"]
+
+
+def test_store_of_others_is_refused_with_what_stands_for_it(trace: Path) -> None:
+    """It has no size that a simulation could keep; a directory with its speed is the same to it."""
+    config = trace.with_name("opal.yaml")
+    config.write_text("kvc_tiers: [CPUMemory, ObjectStore]\nObjectStore: {url: 's3://a/b'}\n")
+
+    assert refusal(trace, "--config", config) == (
+        "kvc_tiers: found 'ObjectStore', allowed here: CPUMemory, LocalNVMe, DistributedFS; "
+        "a store that others run is a DistributedFS of its bandwidth and latency."
+    )
 
 
 def test_plot_is_a_picture(trace: Path) -> None:

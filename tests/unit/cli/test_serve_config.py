@@ -1,14 +1,18 @@
 """What a user may write about a cluster, what becomes of it, and the sentence about a mistake."""
 
+import importlib.util
 import json
+import stat
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from serve_world import fake_cluster, given
 
 from opal_connector.cli import model_store
+from opal_connector.cli.serve import serve
 from opal_connector.cli.serving.load import load_serve_config, serve_config
 from opal_connector.cli.serving.plans import InstancePlan, Planner
 from opal_connector.config import ConfigError, load_config
@@ -76,6 +80,64 @@ def test_an_instance_that_comes_again_gives_back_its_ports(tmp_path: Path) -> No
     planner.plan(config.instances[1], 2)
     assert len(urls) > 1
     assert sum(map(len, planner._given.values())) == 2 * 3
+
+
+def test_settings_of_stores_are_in_a_file_of_their_owner(tmp_path: Path) -> None:
+    """Everybody can read a command line, and vLLM logs it; an instance comes with the same file."""
+    config = fake_cluster(
+        tmp_path,
+        tiers={
+            "kvc_tiers": ["CPUMemory", "Valkey"],
+            "Valkey": {"url": "redis://:hunter2@host", "prefix": "ours"},
+            "ObjectStore": {"url": "s3://bucket", "options": {"aws_secret_access_key": "hunter2"}},
+        },
+    )
+    planner = Planner(config, {})
+    try:
+        one, two = (planner.plan(each, place) for place, each in enumerate(config.instances, 1))
+        extras = [transfer_of(plan)["kv_connector_extra_config"] for plan in (one, two)]
+        for plan in (one, two):
+            assert not any("hunter2" in word for word in plan.command)
+        paths = [Path(extra["opal_config"]) for extra in extras]
+        assert len(set(paths)) == 2
+        assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o600}
+        assert stat.S_IMODE(paths[0].parent.stat().st_mode) == 0o700
+        loaded = load_config(extras[1])
+        assert loaded.Valkey.url == "redis://:hunter2@host"
+        assert loaded.Valkey.prefix == "ours"
+        assert loaded.ObjectStore.options == {"aws_secret_access_key": "hunter2"}
+        assert loaded.instance_id == "engine-2"
+        again = transfer_of(planner.plan(config.instances[1], 2))["kv_connector_extra_config"]
+        assert again["opal_config"] == str(paths[1])
+    finally:
+        planner.close()
+    assert not paths[0].parent.exists()
+
+
+def test_a_file_that_is_named_is_taken_into_it(tmp_path: Path) -> None:
+    """One file is all that an engine can be given; what stands beside it wins, as ever."""
+    named = tmp_path / "opal.yaml"
+    named.write_text("chunk_size: 64\nValkey: {url: 'redis://host', prefix: ours}\n")
+    tiers = {
+        "opal_config": str(named),
+        "kvc_tiers": ["CPUMemory", "Valkey"],
+        "Valkey": {"url": "redis://:hunter2@host"},
+    }
+    config = fake_cluster(tmp_path, instances=1, tiers=tiers)
+    planner = Planner(config, {})
+    try:
+        extra = transfer_of(planner.plan(config.instances[0], 1))["kv_connector_extra_config"]
+        loaded = load_config(extra)
+    finally:
+        planner.close()
+    assert (loaded.chunk_size, loaded.Valkey.prefix) == (64, "ours")
+    assert loaded.Valkey.url == "redis://:hunter2@host"
+
+
+def test_without_stores_there_is_no_file(tmp_path: Path) -> None:
+    """What has no credentials can be seen on the command line."""
+    for plan in plans(tmp_path):
+        assert "opal_config" not in transfer_of(plan)["kv_connector_extra_config"]
 
 
 def test_flags_are_words_of_a_command_line(tmp_path: Path) -> None:
@@ -245,7 +307,7 @@ def test_a_model_may_be_a_name_that_is_ready(
         ),
         (
             {"tiers": {"kvc_tiers": ["DistributedFS"], "DistributedFS": {"path": "/x/{name}"}}},
-            r"tiers.DistributedFS.path: found \['/x/engine-1', '/x/engine-2'\], allowed: one dir",
+            r"tiers: found \['/x/engine-1', '/x/engine-2'\], allowed: one directory or store",
         ),
     ],
 )
@@ -254,6 +316,51 @@ def test_a_mistake_names_the_field_and_what_is_allowed(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         fake_cluster(tmp_path, **changes)
+
+
+def test_a_store_that_the_environment_moves_is_another(tmp_path: Path) -> None:
+    """Instances whose environments name other endpoints share nothing."""
+    tiers = {"kvc_tiers": ["ObjectStore"], "ObjectStore": {"url": "s3://bucket/opal"}}
+    moved = {"environment": {"AWS_ENDPOINT_URL": "http://minio:9000"}}
+    fake_cluster(tmp_path, tiers=tiers, instances=[moved, moved])
+    with pytest.raises(ConfigError, match=r"tiers: found .*, allowed: one directory or store"):
+        fake_cluster(tmp_path, tiers=tiers, instances=[moved, {}])
+
+
+def test_a_tier_without_its_library_is_told_by_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any engine is started; engines of another Python have libraries of their own."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, package=None: None if name == "hiredis" else find(name, package),
+    )
+    tiers = {"kvc_tiers": ["CPUMemory", "Valkey"], "Valkey": {"url": "redis://host"}}
+    path = tmp_path / "serve.json"
+    path.write_text(json.dumps(given(tmp_path, tiers=tiers, command=["{python}", "-m", "engine"])))
+    result = CliRunner().invoke(serve, ["--config", str(path), "--check"])
+    assert result.exit_code == 2
+    assert result.output == (
+        "Error: tiers.Valkey: the Python package 'hiredis' is missing: "
+        "pip install 'opal-connector[valkey]'.\n"
+    )
+    fake_cluster(tmp_path, tiers=tiers, command=["/opt/engines/bin/python", "-m", "engine"])
+
+
+def test_a_mistake_does_not_repeat_a_secret(tmp_path: Path) -> None:
+    """What stands in the wrong place may be what was meant to be kept."""
+    extra = {"kv_connector_extra_config": {"Valkey": {"url": "redis://:hunter2@host"}}}
+    for changes in (
+        {"vllm": {"kv-transfer-config": extra}},
+        {"environment": {"KEY": ["hunter2"]}},
+        {"tiers": {"kvc_tiers": ["Valkey"], "Valkey": {"url": "http://:hunter2@host"}}},
+        {"tiers": {"instance_id": "redis://:hunter2@host"}},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            fake_cluster(tmp_path, **changes)
+        assert "hunter2" not in str(caught.value)
 
 
 def test_an_instance_that_scaling_may_add_needs_a_directory_of_its_own_as_well(

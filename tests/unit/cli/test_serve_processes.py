@@ -120,6 +120,20 @@ def test_a_program_whose_parent_is_gone_already_does_not_begin(tmp_path: Path) -
     assert not mark.exists()
 
 
+def test_the_guardian_removes_directories(tmp_path: Path) -> None:
+    """Whatever their names, and those of nobody else."""
+    private, other = tmp_path / "näme with spaces", tmp_path / "other"
+    for directory in (private, other):
+        directory.mkdir()
+        (directory / "file").touch()
+    made = Guard()
+    made.remove(private)
+    made.remove(tmp_path / "not there")
+    made.close()
+    assert not private.exists()
+    assert (other / "file").exists()
+
+
 def test_the_guardian_kills_only_what_is_still_watched() -> None:
     """A group that has ended may be somebody else's by now."""
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]

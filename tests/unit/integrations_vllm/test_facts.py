@@ -1,4 +1,4 @@
-"""What of vLLM's configuration decides whether, and with whom, a cache can be shared."""
+"""What of vLLM's configuration decides with whom a cache can be shared."""
 
 import pickle
 from pathlib import Path
@@ -10,32 +10,15 @@ import pytest
 
 pytest.importorskip("vllm")
 import torch
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SinkFullAttentionSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
 
 from opal_connector.config import OpalConfig
-from opal_connector.integrations.vllm.facts import GroupFacts, engine_metadata, group_facts
+from opal_connector.integrations.vllm.facts import engine_metadata
 from opal_connector.integrations.vllm.messages import OpalStepResults, WorkerFacts
+from opal_connector.keys import plain_layout
 from opal_connector.transfers import FailureKind, JobResult
 
 pytestmark = pytest.mark.vllm
 
-FIELDS: dict[str, Any] = {
-    "block_size": 16,
-    "num_kv_heads": 2,
-    "head_size": 8,
-    "dtype": torch.bfloat16,
-}
-FULL = FullAttentionSpec(**FIELDS)
 WORKER = WorkerFacts(
     rank=0,
     block_count=10,
@@ -45,7 +28,6 @@ WORKER = WorkerFacts(
     attention_backend="CPU_ATTN",
     cpu_isa="vec",
 )
-GROUP = GroupFacts(block_tokens=16, page_bytes={"l": 1024}, kind="full_attention", is_eagle=False)
 
 
 def vllm_config(model: str = "org/model", **changes: Any) -> Any:
@@ -78,102 +60,6 @@ def vllm_config(model: str = "org/model", **changes: Any) -> Any:
     )
 
 
-def kv_config(*specs: KVCacheSpec) -> KVCacheConfig:
-    """One kv group per spec."""
-    return KVCacheConfig(
-        num_blocks=10,
-        kv_cache_tensors=[],
-        kv_cache_groups=[
-            KVCacheGroupSpec([f"g{index}.a", f"g{index}.b"], spec)
-            for index, spec in enumerate(specs)
-        ],
-    )
-
-
-# Which models are served.
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [FULL, MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=20, dtype=torch.bfloat16)],
-    ids=["full", "mla"],
-)
-def test_full_attention_is_served(spec: KVCacheSpec) -> None:
-    """Every block depends on its own prefix only."""
-    facts = group_facts(vllm_config(), kv_config(spec))
-
-    assert facts == GroupFacts(
-        block_tokens=16,
-        page_bytes=dict.fromkeys(["g0.a", "g0.b"], spec.page_size_bytes),
-        kind="full_attention",
-        is_eagle=False,
-    )
-
-
-def test_layers_of_other_sizes_have_their_own_page_bytes() -> None:
-    """A group of uniform type: every layer is asked for itself."""
-    wide = FullAttentionSpec(**{**FIELDS, "head_size": 16})
-    spec = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"g0.a": FULL, "g0.b": wide})
-
-    facts = group_facts(vllm_config(), kv_config(spec))
-
-    assert isinstance(facts, GroupFacts)
-    assert facts.page_bytes == {"g0.a": FULL.page_size_bytes, "g0.b": wide.page_size_bytes}
-
-
-@pytest.mark.parametrize(
-    ("config", "groups", "reason"),
-    [
-        (vllm_config(), kv_config(), "no KV cache"),
-        (vllm_config(), kv_config(FULL, FULL), "2 KV cache groups"),
-        (
-            vllm_config(),
-            kv_config(SlidingWindowSpec(**FIELDS, sliding_window=64)),
-            "SlidingWindowSpec",
-        ),
-        (
-            vllm_config(),
-            kv_config(MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,))),
-            "MambaSpec",
-        ),
-        (
-            vllm_config(),
-            kv_config(SinkFullAttentionSpec(**FIELDS, sink_len=4)),
-            "SinkFullAttentionSpec",
-        ),
-        (
-            vllm_config(),
-            kv_config(FullAttentionSpec(**FIELDS, non_causal=True)),
-            "not causal",
-        ),
-        (
-            vllm_config(),
-            kv_config(
-                UniformTypeKVCacheSpecs(
-                    block_size=16,
-                    kv_cache_specs={
-                        "g0.a": FULL,
-                        "g0.b": FullAttentionSpec(**FIELDS, non_causal=True),
-                    },
-                )
-            ),
-            "not causal",
-        ),
-        (vllm_config(dcp=2), kv_config(FULL), "context parallelism"),
-        (vllm_config(pcp=2), kv_config(FULL), "context parallelism"),
-    ],
-    ids=["none", "two", "window", "mamba", "sink", "prefix-lm", "partly", "dcp", "pcp"],
-)
-def test_model_that_cannot_be_served_is_refused_in_one_sentence(
-    config: Any, groups: KVCacheConfig, reason: str
-) -> None:
-    """Where a prefix does not decide its own KV, or a block is not whole: off, and why."""
-    answer = group_facts(config, groups)
-
-    assert isinstance(answer, str)
-    assert reason in answer
-
-
 # Which engines share.
 
 
@@ -184,10 +70,10 @@ def namespace(
     weights_id = changes.pop("weights_id", None)
     return engine_metadata(
         vllm_config(model, **changes),
-        GROUP,
+        plain_layout(16),
         workers or [WORKER],
         OpalConfig(weights_id=weights_id),
-        chunk_blocks,
+        chunk_blocks * 16,
     ).namespace
 
 
@@ -211,6 +97,7 @@ def replace(**changes: Any) -> list[WorkerFacts]:
         {"workers": replace(kv_layout="BLHNC")},
         {"workers": replace(row_bytes=8192)},
         {"workers": [WORKER, WORKER]},
+        {"workers": replace(page_format="a digest")},
     ],
     ids=lambda changes: next(iter(changes)),
 )
@@ -232,6 +119,18 @@ def test_capacity_and_place_are_no_identity() -> None:
     workers = replace(block_count=99, tier_bytes={"CPUMemory": 1})
 
     assert namespace("org/model", workers=workers) == namespace("org/model")
+
+
+def test_ranks_that_share_and_ranks_that_do_not_have_namespaces_of_their_own() -> None:
+    """What rank 1 stored is another rank's where the ranks of a stage store once."""
+    ranks = [
+        msgspec.structs.replace(WORKER, rank=rank, storage_rank=rank // 2, is_holder=rank % 2 == 0)
+        for rank in range(4)
+    ]
+    alone = [msgspec.structs.replace(one, storage_rank=one.rank, is_holder=True) for one in ranks]
+
+    assert namespace("org/model", workers=ranks) != namespace("org/model", workers=alone)
+    assert namespace("org/model", workers=alone) == namespace("org/model", workers=[WORKER] * 4)
 
 
 def test_ht_19_weights_decide_and_not_their_place(

@@ -27,10 +27,22 @@ from opal_connector.keys import (
     TokenChain,
     engine_extra_keys,
 )
+from opal_connector.keys.attention import AttentionGroup, AttentionLayout, plain_layout
 
 pytestmark = pytest.mark.vllm
 
 BLOCK_TOKENS = 4
+LAYOUT = plain_layout(BLOCK_TOKENS)
+WINDOWED = AttentionGroup(
+    kind="sliding_window", block_tokens=2 * BLOCK_TOKENS, kv_groups=(0, 1), span_tokens=9
+)
+HYBRID = AttentionLayout(
+    (
+        AttentionGroup(block_tokens=BLOCK_TOKENS, kv_groups=(3,)),
+        WINDOWED,
+        AttentionGroup(kind="mamba", block_tokens=BLOCK_TOKENS, kv_groups=(2,)),
+    )
+)
 TOKENS = tuple(range(12))
 
 
@@ -57,7 +69,7 @@ def only(events: list[object]) -> BlockStored | BlockRemoved:
 
 def test_insert_is_one_stored_event_that_describes_itself() -> None:
     """Blocks, parent, tokens, adapter, medium and tier: a router needs nothing else."""
-    event = only(host_events([Insert(fact(1, 2, 3), "CPUMemory", TOKENS, "sql")], BLOCK_TOKENS))
+    event = only(host_events([Insert(fact(1, 2, 3), "CPUMemory", TOKENS, "sql")], LAYOUT))
 
     assert event == BlockStored(
         block_hashes=names(1, 2, 3),
@@ -74,7 +86,7 @@ def test_insert_is_one_stored_event_that_describes_itself() -> None:
 
 def test_parent_of_a_later_chunk_is_named() -> None:
     """The hash of the block before the first one."""
-    event = only(host_events([Insert(fact(3, 4, parent=2), "CPUMemory")], BLOCK_TOKENS))
+    event = only(host_events([Insert(fact(3, 4, parent=2), "CPUMemory")], LAYOUT))
 
     assert isinstance(event, BlockStored)
     assert [event.parent_block_hash] == names(2)
@@ -85,7 +97,7 @@ def test_shared_blocks_are_not_announced_again(shared: int) -> None:
     """What a sibling announced stays out; the parent is then the last shared block."""
     inserted = Insert(fact(1, 2, 3, parent=9, shared=shared), "CPUMemory", TOKENS)
 
-    event = only(host_events([inserted], BLOCK_TOKENS))
+    event = only(host_events([inserted], LAYOUT))
 
     assert isinstance(event, BlockStored)
     assert event.block_hashes == names(1, 2, 3)[shared:]
@@ -95,22 +107,61 @@ def test_shared_blocks_are_not_announced_again(shared: int) -> None:
 
 def test_delete_withdraws_only_what_nobody_else_holds() -> None:
     """A block that a sibling still holds can still be had."""
-    event = only(host_events([Delete(fact(1, 2, 3, shared=1, group=1), "CPUMemory")], BLOCK_TOKENS))
+    event = only(host_events([Delete(fact(1, 2, 3, shared=1), "CPUMemory")], LAYOUT))
 
     assert event == BlockRemoved(
-        block_hashes=names(2, 3), medium=MEDIUM_CPU, group_idx=1, locality="LOCAL"
+        block_hashes=names(2, 3), medium=MEDIUM_CPU, group_idx=0, locality="LOCAL"
     )
+
+
+def test_an_object_of_several_kv_groups_is_announced_for_each_by_the_engines_own_number() -> None:
+    """Who follows vLLM's groups finds the tiers' blocks in the same ones, of the same kind."""
+    inserted = Insert(fact(5, 6, parent=4, group=1), "CPUMemory", tuple(range(16)))
+    events = host_events([inserted, Delete(fact(5, 6, group=1), "CPUMemory")], HYBRID)
+
+    assert [(type(event), event.group_idx) for event in events] == [
+        *((BlockStored, 0), (BlockStored, 1), (BlockRemoved, 0), (BlockRemoved, 1))
+    ]
+    for event in events[:2]:
+        assert isinstance(event, BlockStored)
+        assert (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) == (
+            "sliding_window",
+            9,
+        )
+        assert (event.block_size, event.token_ids) == (8, list(range(16)))
+        assert event.block_hashes == names(5, 6)
+        assert [event.parent_block_hash] == names(4), "whether or not the parent is there"
+
+
+@pytest.mark.parametrize(("group", "number", "kind"), [(0, 3, "full_attention"), (2, 2, "mamba")])
+def test_groups_without_a_window_say_their_kind_alone(group: int, number: int, kind: str) -> None:
+    """A window of something else would be taken for a window."""
+    event = only(host_events([Insert(fact(1, group=group), "CPUMemory")], HYBRID))
+
+    assert isinstance(event, BlockStored)
+    assert (event.group_idx, event.kv_cache_spec_kind) == (number, kind)
+    assert event.kv_cache_spec_sliding_window is None
+
+
+def test_events_of_a_dense_model_say_nothing_that_they_did_not_say_before() -> None:
+    """Every consumer of a dense model's stream goes on as it was, byte for byte."""
+    events = host_events([Insert(fact(1), "CPUMemory", (1, 2, 3, 4))], LAYOUT)
+
+    (said,) = msgspec.msgpack.decode(msgspec.msgpack.encode(events))
+    assert "kv_cache_spec_kind" not in said
+    assert "kv_cache_spec_sliding_window" not in said
+    assert said["group_idx"] == 0
 
 
 @pytest.mark.parametrize("kind", [Insert, Delete])
 def test_object_that_is_shared_as_a_whole_is_no_event(kind: type[Insert] | type[Delete]) -> None:
     """A tail that its chunk replaced begins and ends nothing."""
-    assert host_events([kind(fact(1, 2, shared=2), "CPUMemory")], BLOCK_TOKENS) == []
+    assert host_events([kind(fact(1, 2, shared=2), "CPUMemory")], LAYOUT) == []
 
 
 def test_move_is_stored_and_then_removed() -> None:
     """A router never sees the moment in which the block is nowhere."""
-    stored, removed = host_events([Move(fact(1, 2), "CPUMemory", "LocalNVMe")], BLOCK_TOKENS)
+    stored, removed = host_events([Move(fact(1, 2), "CPUMemory", "LocalNVMe")], LAYOUT)
 
     assert isinstance(stored, BlockStored)
     assert isinstance(removed, BlockRemoved)
@@ -121,7 +172,7 @@ def test_move_is_stored_and_then_removed() -> None:
 
 def test_copy_is_stored_in_its_target() -> None:
     """The source keeps its own."""
-    event = only(host_events([Copy(fact(1), "LocalNVMe", "CPUMemory")], BLOCK_TOKENS))
+    event = only(host_events([Copy(fact(1), "LocalNVMe", "CPUMemory")], LAYOUT))
 
     assert isinstance(event, BlockStored)
     assert event.medium == MEDIUM_CPU
@@ -135,7 +186,7 @@ def test_order_is_kept() -> None:
         Insert(fact(1), "CPUMemory"),
     ]
 
-    kinds = [type(event) for event in host_events(facts, BLOCK_TOKENS)]
+    kinds = [type(event) for event in host_events(facts, LAYOUT)]
 
     assert kinds == [BlockStored, BlockRemoved, BlockStored]
 
@@ -143,7 +194,7 @@ def test_order_is_kept() -> None:
 def test_events_survive_the_hosts_wire() -> None:
     """What vLLM's publisher encodes, its subscribers decode to the same events."""
     events = host_events(
-        [Insert(fact(1, 2), "CPUMemory", TOKENS[:8]), Delete(fact(3), "CPUMemory")], BLOCK_TOKENS
+        [Insert(fact(1, 2), "CPUMemory", TOKENS[:8]), Delete(fact(3), "CPUMemory")], LAYOUT
     )
 
     wire = msgspec.msgpack.encode(KVEventBatch(ts=1.0, events=events))
@@ -203,7 +254,7 @@ def test_whoever_hashes_a_stored_event_himself_comes_to_its_own_blocks(
             Insert(first, "CPUMemory", TOKENS[:BLOCK_TOKENS], name, extra_keys[:1]),
             Copy(about, "CPUMemory", "LocalNVMe", TOKENS, name, extra_keys),
         ],
-        BLOCK_TOKENS,
+        LAYOUT,
     ):
         assert isinstance(event, BlockStored)
         stored = StoredBlocks(

@@ -156,7 +156,7 @@ def test_blocks_of_every_layout_survive_a_round_trip(
 ) -> None:
     """Block b of every layer goes to a row and to another block, and no other byte changes."""
     caches, pages = allocate(layout, [(attention(), [f"l{i}" for i in range(layers)])])
-    copier = copier_class(block_views(caches, pages, BLOCKS), BLOCKS)
+    copier = copier_class({0: block_views(caches, pages, BLOCKS)}, BLOCKS)
 
     assert copier.row_bytes == sum(pages.values())
     round_trip(copier, caches, [(3, 7), (0, 10), (10, 1), (4, 4)], [5, 0, 39, 6])
@@ -171,7 +171,7 @@ def test_host_and_device_copier_make_the_same_rows(layout: KVCacheLayout) -> Non
     made = []
     for copier_class in COPIERS:
         rows = np.zeros((40, sum(pages.values())), dtype=np.uint8)
-        copier_class(views, BLOCKS).gather(ids, rows, tier_rows, None)
+        copier_class({0: views}, BLOCKS).gather(ids, rows, tier_rows, None)
         made.append(rows)
 
     assert np.array_equal(made[0], made[1])
@@ -183,7 +183,7 @@ def test_any_order_of_blocks_and_rows(seed: int, copier_class: type[HostPagedBlo
     """VLLM hands out blocks ascending, descending, evenly spaced and at random; rows likewise."""
     draw = np.random.default_rng(seed)
     caches, pages = allocate(KVCacheLayout.LBHNC, [(attention(), ["a", "b"])])
-    copier = copier_class(block_views(caches, pages, BLOCKS), BLOCKS)
+    copier = copier_class({0: block_views(caches, pages, BLOCKS)}, BLOCKS)
     for _ in range(12):
         count = int(draw.integers(1, BLOCKS + 1))
         sources, targets = draw.permutation(BLOCKS)[:count], draw.permutation(BLOCKS)[:count]
@@ -209,7 +209,7 @@ def test_block_that_is_asked_for_twice_is_copied_twice(
 ) -> None:
     """No run of blocks is read wrongly, not even one that stands still."""
     caches, pages = allocate(KVCacheLayout.LBHNC, [(attention(), ["a"])])
-    copier = copier_class(block_views(caches, pages, BLOCKS), BLOCKS)
+    copier = copier_class({0: block_views(caches, pages, BLOCKS)}, BLOCKS)
     rows = np.zeros((8, copier.row_bytes), dtype=np.uint8)
 
     copier.gather(ids, rows, range(len(ids)), None)
@@ -240,7 +240,7 @@ def test_every_kind_of_page(layout: KVCacheLayout, spec: KVCacheSpec) -> None:
     caches, pages = allocate(layout, [(spec, ["a", "b"])])
 
     round_trip(
-        HostPagedBlocks(block_views(caches, pages, BLOCKS), BLOCKS),
+        HostPagedBlocks({0: block_views(caches, pages, BLOCKS)}, BLOCKS),
         caches,
         [(1, 2), (2, 1), (7, 9)],
         [3, 2, 1],
@@ -255,7 +255,7 @@ def test_layers_of_two_sizes_in_one_group(
     """A group of uniform type may have pages of several sizes; a row holds all of them."""
     small, large = attention(), attention(head_size=12)
     caches, pages = allocate(layout, [(small, ["a", "c"]), (large, ["b"])])
-    copier = copier_class(block_views(caches, pages, BLOCKS), BLOCKS)
+    copier = copier_class({0: block_views(caches, pages, BLOCKS)}, BLOCKS)
 
     assert copier.row_bytes == 2 * small.page_size_bytes + large.page_size_bytes
     round_trip(copier, caches, [(5, 6), (6, 5)], [0, 1])
@@ -273,7 +273,7 @@ def test_kernel_blocks_inside_a_block(
         kernel_block_tokens=kernel_block_tokens,
     )
     assert caches["a"].shape[0] == BLOCKS * 16 // kernel_block_tokens
-    copier = copier_class(block_views(caches, pages, BLOCKS), BLOCKS)
+    copier = copier_class({0: block_views(caches, pages, BLOCKS)}, BLOCKS)
 
     round_trip(copier, caches, [(3, 7), (9, 2)], [1, 0])
 
@@ -284,7 +284,7 @@ def test_layers_that_share_their_kv_are_copied_once() -> None:
     shared = {**caches, "a2": caches["a"], "b2": caches["b"].view_as(caches["b"])}
     sizes = {**pages, "a2": pages["a"], "b2": pages["b"]}
 
-    copier = HostPagedBlocks(block_views(shared, sizes, BLOCKS), BLOCKS)
+    copier = HostPagedBlocks({0: block_views(shared, sizes, BLOCKS)}, BLOCKS)
 
     assert copier.row_bytes == sum(pages.values())
     round_trip(copier, caches, [(3, 7), (9, 2)], [1, 0])
@@ -295,9 +295,8 @@ def test_order_of_the_layers_does_not_change_a_row() -> None:
     caches, pages = allocate(KVCacheLayout.LBHNC, [(attention(), ["a", "b", "c"])])
     made = []
     for names in (["a", "b", "c"], ["c", "a", "b"]):
-        copier = HostPagedBlocks(
-            block_views({name: caches[name] for name in names}, pages, BLOCKS), BLOCKS
-        )
+        views = block_views({name: caches[name] for name in names}, pages, BLOCKS)
+        copier = HostPagedBlocks({0: views}, BLOCKS)
         rows = np.zeros((1, copier.row_bytes), dtype=np.uint8)
         copier.gather([4], rows, [0], None)
         made.append(rows.tobytes())
@@ -329,7 +328,7 @@ def test_tensors_of_their_own_are_views_of_their_own() -> None:
     pages = dict.fromkeys(caches, 2 * 4 * 8 * 4)
     views = block_views(caches, pages, BLOCKS)
     assert len(views) == 2
-    copier = HostPagedBlocks(views, BLOCKS)
+    copier = HostPagedBlocks({0: views}, BLOCKS)
     rows = np.zeros((1, copier.row_bytes), dtype=np.uint8)
     held = logical(caches, 3)
 
@@ -351,7 +350,7 @@ def test_ht_06_padded_page_is_copied_whole(
     spec = attention(page_size_padded=plain.page_size_bytes + 64)
     caches, pages = allocate(layout, [(spec, ["a", "b"])])
     assert pages["a"] == plain.page_size_bytes + 64
-    copier = copier_class(block_views(caches, pages, BLOCKS), BLOCKS)
+    copier = copier_class({0: block_views(caches, pages, BLOCKS)}, BLOCKS)
     assert copier.row_bytes == 2 * pages["a"]
     rows = np.zeros((BLOCKS, copier.row_bytes), dtype=np.uint8)
     before = everything(caches)
@@ -401,7 +400,7 @@ def test_tensors_in_host_memory_get_the_host_copier() -> None:
     """No staging where there is no device."""
     caches, pages = allocate(KVCacheLayout.LBHNC, [(attention(), ["a"])])
 
-    made = paged_blocks(block_views(caches, pages, BLOCKS), BLOCKS)
+    made = paged_blocks({0: block_views(caches, pages, BLOCKS)}, BLOCKS)
 
     assert isinstance(made, HostPagedBlocks)
     assert made.ready_mark() is None

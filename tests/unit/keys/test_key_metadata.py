@@ -30,6 +30,8 @@ OTHER: dict[str, Any] = {
     "pipeline_parallel_size": 2,
     "context_parallel_size": 2,
     "format_version": 2,
+    "page_formats": ("a", "b"),
+    "storage_ranks": (0, 0),
 }
 KEY = OpalCacheEngineKey(METADATA.namespace, 3, 12, bytes(range(HASH_BYTES)))
 

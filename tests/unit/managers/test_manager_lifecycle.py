@@ -10,12 +10,13 @@ from fakes import (
     hit_blocks,
     make_manager,
     plan,
+    plan_load,
     replay,
     start,
     store,
 )
 
-from opal_connector.managers import LookupState, OpalKVCacheManager
+from opal_connector.managers import LookupState, OpalKVCacheManager, one_table
 from opal_connector.managers.counters import BookCounters
 from opal_connector.transfers import JobResult
 
@@ -83,7 +84,7 @@ def test_load_in_flight_at_a_reset_keeps_its_rows_until_it_ends() -> None:
     store(manager, range(4))
     request = start(manager, range(4))
     manager.lookup(request, computed_blocks=0, max_blocks=4, now=0)
-    job = manager.plan_load(request, range(4))
+    job = plan_load(manager, request, range(4))
     contents = replay({}, manager.take_events())
     manager.reset()
 
@@ -105,7 +106,7 @@ def test_lookup_before_a_reset_promises_nothing_after_it() -> None:
     manager.reset()
 
     assert manager.lease_count == 0
-    assert manager.plan_load(request, range(4)).missing_block_ids == (0, 1, 2, 3)
+    assert plan_load(manager, request, range(4)).missing_block_ids == (0, 1, 2, 3)
     again = manager.lookup(request, computed_blocks=0, max_blocks=4, now=0)
     assert again.state is LookupState.MISS
 
@@ -144,7 +145,7 @@ def test_ht_45_a_thousand_requests_leave_nothing_behind() -> None:
         for _ in range(draw.randint(0, 2)):
             manager.lookup(request, computed_blocks=0, max_blocks=len(blocks), now=float(number))
         if draw.random() < 0.5:
-            job = manager.plan_load(request, range(draw.randint(0, 9)))
+            job = plan_load(manager, request, range(draw.randint(0, 9)))
             answers.append(JobResult(job.job_id, 0))
         if draw.random() < 0.7:
             stored = plan(manager, request, include_tail=draw.random() < 0.5)
@@ -217,7 +218,7 @@ def test_bytes_of_every_rank_are_counted() -> None:
         manager.commit(JobResult(job.job_id, rank, {}, {0: (48, 0.25)}))
     request = start(manager, range(2), "l")
     manager.lookup(request, computed_blocks=0, max_blocks=2, now=0)
-    load_job = manager.plan_load(request, range(2))
+    load_job = plan_load(manager, request, range(2))
     for rank in range(2):
         manager.commit(JobResult(load_job.job_id, rank, {}, {0: (48, 0.25)}))
 
@@ -268,7 +269,7 @@ def test_disabled_event_log_keeps_nothing() -> None:
     manager.storage.log.enabled = False
     request = start(manager, range(4))
     job = manager.plan_store(
-        request, full_blocks=4, block_ids=range(4), include_tail=True, tokens=range(8)
+        request, full_blocks=4, tables=one_table(range(4)), include_tail=True, tokens=range(8)
     )
     assert job is not None
     (open_job,) = manager._jobs

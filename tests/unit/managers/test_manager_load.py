@@ -10,6 +10,7 @@ from fakes import (
     hit_blocks,
     make_manager,
     plan,
+    plan_load,
     replay,
     start,
     store,
@@ -28,7 +29,7 @@ def load(
 ) -> LoadJob:
     """Look up, then plan a load of `blocks` blocks into blocks numbered from 100."""
     manager.lookup(request, computed_blocks=computed, max_blocks=len(request.chain.hashes), now=0)
-    return manager.plan_load(request, range(100, 100 + blocks))
+    return plan_load(manager, request, range(100, 100 + blocks), computed)
 
 
 class Host:
@@ -61,7 +62,9 @@ class Host:
             request, computed_blocks=computed, max_blocks=len(blocks), now=0
         )
         assert result.state is LookupState.HIT
-        job = self.manager.plan_load(request, range(computed, computed + result.block_count))
+        job = plan_load(
+            self.manager, request, range(computed, computed + result.block_count), computed
+        )
         outcome = execute_job(job, tiers=[self.memory], paged=self.paged)
         self.manager.commit(outcome)
         self.manager.end_request(request)
@@ -140,7 +143,7 @@ def test_load_without_a_promise_is_all_missing() -> None:
     manager.lookup(request, computed_blocks=0, max_blocks=4, now=0)
     manager.expire(1e6)
 
-    job = manager.plan_load(request, range(100, 104))
+    job = plan_load(manager, request, range(100, 104))
 
     assert (job.objects, job.missing_block_ids) == ((), (100, 101, 102, 103))
     assert manager.commit(done(job)) is not None

@@ -1,9 +1,9 @@
 """Lookups: whole blocks, parts of siblings, waiting, and promises that end."""
 
 import pytest
-from fakes import BLOCK_TOKENS, done, hit_blocks, make_manager, plan, start, store
+from fakes import BLOCK_TOKENS, done, hit_blocks, make_manager, plan, plan_load, start, store
 
-from opal_connector.keys import RequestIdentity
+from opal_connector.keys import OpalTokenDatabase, RequestIdentity, plain_layout
 from opal_connector.managers import (
     LookupResult,
     LookupState,
@@ -130,8 +130,11 @@ def test_other_identity_hits_nothing() -> None:
 
 def test_manager_without_a_group_to_serve_never_hits_and_never_stores() -> None:
     """NoPrefixCache is an answer, not a special case in seven places."""
-    manager = make_manager(rows=64)
-    manager._coordinator = NoPrefixCache()
+    manager = OpalKVCacheManager(
+        database=OpalTokenDatabase(block_tokens=BLOCK_TOKENS, chunk_blocks=2),
+        storage=make_manager(rows=64).storage,
+        coordinator=NoPrefixCache((), plain_layout(BLOCK_TOKENS)),
+    )
     request = start(manager, range(4))
 
     assert look(manager, request).state is LookupState.MISS
@@ -143,8 +146,8 @@ def test_manager_without_a_group_to_serve_never_hits_and_never_stores() -> None:
 def test_unitary_coordinator_serves_exactly_one_group() -> None:
     """Several groups need another coordinator, and this one says so."""
     storage = make_manager(rows=4).storage
-    with pytest.raises(ValueError, match="one kv group expected, found 0"):
-        Unitary(storage, [])
+    with pytest.raises(ValueError, match="one group expected, found 0"):
+        Unitary(storage, [], plain_layout(BLOCK_TOKENS))
 
 
 # Waiting.
@@ -215,7 +218,7 @@ def test_object_that_is_being_loaded_is_waited_for() -> None:
     store(manager, range(4))
     first, second = start(manager, range(4), "first"), start(manager, range(4), "second")
     look(manager, first)
-    job = manager.plan_load(first, range(4))
+    job = plan_load(manager, first, range(4))
 
     assert look(manager, second).state is LookupState.WAIT
     manager.commit(done(job))
@@ -228,7 +231,7 @@ def test_what_lies_before_a_load_is_had_when_waiting_is_over() -> None:
     store(manager, range(4))
     first, second = start(manager, range(4), "first"), start(manager, range(4), "second")
     look(manager, first, computed=2)
-    manager.plan_load(first, range(2))
+    plan_load(manager, first, range(2), computed=2)
 
     assert look(manager, second, now=0.0).state is LookupState.WAIT
     assert look(manager, second, now=WAIT_SECONDS).block_count == 2
@@ -242,7 +245,7 @@ def test_no_object_is_loaded_twice_also_by_requests_that_both_had_a_hit() -> Non
     assert look(manager, first).state is LookupState.HIT
     assert look(manager, second).state is LookupState.HIT
 
-    manager.plan_load(first, range(4))
+    plan_load(manager, first, range(4))
 
     assert look(manager, second).state is LookupState.WAIT
 
@@ -258,8 +261,8 @@ def test_asking_again_is_idempotent_and_free() -> None:
     first = look(manager, request)
     records = [segment.record for segment in request.lease.segments] if request.lease else []
     walks: list[int] = []
-    walk = manager._coordinator.find_hit
-    manager._coordinator.find_hit = lambda *args, **kwargs: (  # type: ignore[method-assign]
+    walk = manager.coordinator.find_hit
+    manager.coordinator.find_hit = lambda *args, **kwargs: (  # type: ignore[method-assign]
         walks.append(1) or walk(*args, **kwargs)
     )
 

@@ -17,7 +17,7 @@ from fakes import (
 
 from opal_connector.events import Delete, Insert, KVCEvent
 from opal_connector.keys import CHAIN_ROOT
-from opal_connector.managers import OpalKVCacheManager, OpalRequest
+from opal_connector.managers import OpalKVCacheManager, OpalRequest, one_table
 from opal_connector.transfers import FailureKind, JobResult, StoreJob
 
 
@@ -33,7 +33,7 @@ def plan_to(
     return manager.plan_store(
         request,
         full_blocks=full_blocks,
-        block_ids=range(100, 100 + full_blocks),
+        tables=one_table(range(100, 100 + full_blocks)),
         include_tail=include_tail,
         max_blocks=max_blocks,
     )
@@ -84,7 +84,9 @@ def test_ht_30_fewer_blocks_than_tokens_store_only_what_has_a_block() -> None:
     """After a preemption the block table is short: no key without a block, no assertion."""
     manager = make_manager(rows=64, chunk_blocks=1)
     request = start(manager, range(8))
-    job = manager.plan_store(request, full_blocks=8, block_ids=[100, 101], include_tail=True)
+    job = manager.plan_store(
+        request, full_blocks=8, tables=one_table([100, 101]), include_tail=True
+    )
 
     assert sources(job) == [(100,), (101,)]
     assert sources(plan_to(manager, request, 8)) == [(block,) for block in range(102, 108)]
@@ -263,7 +265,7 @@ def test_event_carries_the_tokens_of_its_blocks() -> None:
     tokens = [*tokens_of(range(5)), 777]
     request.extend(tokens)
     job = manager.plan_store(
-        request, full_blocks=5, block_ids=range(5), include_tail=True, tokens=tokens
+        request, full_blocks=5, tables=one_table(range(5)), include_tail=True, tokens=tokens
     )
     manager.commit(done(job))
 

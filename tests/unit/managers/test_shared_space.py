@@ -18,15 +18,17 @@ OBJECT_BYTES = 1000
 OBJECTS = 4
 
 
+def file_bytes(blocks: int, members: int) -> int:
+    return blocks * members * OBJECT_BYTES
+
+
 def spec(number: int) -> ObjectSpec:
     return ObjectSpec(group=0, parent_hash=CHAIN_ROOT, run=stamp(number), first_block=0)
 
 
 def test_full_directory_is_asked_for_room() -> None:
     """Only the keeper can evict: a tier that never asks it would stay as it is for ever."""
-    space = SharedSpace(
-        capacity_bytes=OBJECTS * OBJECT_BYTES, file_bytes=lambda blocks: blocks * OBJECT_BYTES
-    )
+    space = SharedSpace(capacity_bytes=OBJECTS * OBJECT_BYTES, file_bytes=file_bytes)
     tier = OpalStorageBackend(
         tier="DistributedFS", space=space, policy=LRUPolicy(), log=EventLog(enabled=False)
     )
@@ -49,7 +51,7 @@ def test_full_directory_is_asked_for_room() -> None:
 
 def test_full_directory_is_full_for_a_few_grants() -> None:
     """What an eviction frees is granted in portions: the first does not mean there is room."""
-    space = SharedSpace(capacity_bytes=1 << 30, file_bytes=lambda blocks: blocks * OBJECT_BYTES)
+    space = SharedSpace(capacity_bytes=1 << 30, file_bytes=file_bytes)
     assert not space.is_crowded
 
     space.grant(OBJECT_BYTES, was_crowded=True)
@@ -63,12 +65,12 @@ def test_full_directory_is_full_for_a_few_grants() -> None:
 
 def test_what_is_being_written_is_promised_until_it_is_there() -> None:
     """A scan of the directory does not see it: counted nowhere, it would be granted once more."""
-    space = SharedSpace(capacity_bytes=1 << 30, file_bytes=lambda blocks: blocks * OBJECT_BYTES)
+    space = SharedSpace(capacity_bytes=1 << 30, file_bytes=file_bytes)
     space.grant(3 * OBJECT_BYTES, was_crowded=False)
 
     assert space.allocate(2) == (0, 1)
     assert (space.unused_bytes, space.promised_bytes) == (OBJECT_BYTES, 3 * OBJECT_BYTES)
 
-    space.end_write(2)
+    space.end_write(2 * OBJECT_BYTES)
     assert (space.unused_bytes, space.promised_bytes) == (OBJECT_BYTES, OBJECT_BYTES)
     space.check()

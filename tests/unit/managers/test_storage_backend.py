@@ -9,6 +9,7 @@ from opal_connector.events import Delete, EventLog, Insert, KVCEvent
 from opal_connector.eviction import LRUPolicy
 from opal_connector.keys import CHAIN_ROOT
 from opal_connector.managers import (
+    ObjectGroup,
     ObjectRecord,
     ObjectSpec,
     ObjectState,
@@ -28,13 +29,14 @@ def log() -> EventLog:
     return LOG
 
 
-def tier(rows: int, eviction_threshold: float = 1.0) -> OpalStorageBackend:
+def tier(rows: int, eviction_threshold: float = 1.0, groups: int = 1) -> OpalStorageBackend:
     return OpalStorageBackend(
         tier="CPUMemory",
         space=TierPool(capacity_rows=rows, row_bytes=ROW_BYTES),
         policy=LRUPolicy(),
         log=LOG,
         limits=TierLimits(threshold=eviction_threshold),
+        groups=[ObjectGroup()] * groups,
     )
 
 
@@ -408,7 +410,7 @@ def test_contains_counts_without_a_gap() -> None:
 
 def test_groups_are_separate() -> None:
     """The same blocks of two kv groups are two objects."""
-    books = tier(8)
+    books = tier(8, groups=2)
     one = books.reserve(spec([1, 2]))
     other = books.reserve(spec([1, 2], group=1))
     assert isinstance(one, ObjectRecord)
@@ -443,7 +445,7 @@ def test_state_follows_the_loads() -> None:
     "damage",
     [
         lambda books, record: books.space.allocate(1),
-        lambda books, record: books.space.free(record.rows),
+        lambda books, record: books.space.free(record.rows, record.size_bytes),
         lambda books, record: books.order._lineage.counts.clear(),
         lambda books, record: books.index._ready.clear(),
         lambda books, record: books.order._policies[""].remove(record.key),

@@ -1,7 +1,7 @@
 """Several tiers as one: the fastest copy of each object, and nothing stored twice."""
 
 import pytest
-from fakes import ROW_BYTES, make_manager, replay, stamp, start
+from fakes import ROW_BYTES, make_manager, plan_load, replay, stamp, start
 
 from opal_connector.keys import CHAIN_ROOT
 from opal_connector.managers import (
@@ -108,7 +108,7 @@ def test_interleaved_prefix_is_found_as_a_whole() -> None:
     assert result.state is LookupState.HIT
     assert result.block_count == 10
     assert result.tier_tokens == {SLOW: 8, FAST: 12}
-    job = manager.plan_load(request, range(10))
+    job = plan_load(manager, request, range(10))
     assert [item.tier for item in job.objects] == [1, 0, 0, 1, 0]
     assert [item.block_ids for item in job.objects] == [(i, i + 1) for i in range(0, 10, 2)]
 

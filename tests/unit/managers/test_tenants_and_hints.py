@@ -8,7 +8,7 @@ from fakes import BLOCK_TOKENS, ROW_BYTES, FakeClock, done, plan, replay, tokens
 
 from opal_connector.config import load_config
 from opal_connector.events import EventLog
-from opal_connector.keys import RequestIdentity
+from opal_connector.keys import RequestIdentity, plain_layout
 from opal_connector.managers import (
     NO_HINTS,
     OpalKVCacheManager,
@@ -28,8 +28,7 @@ def make(
     settings = load_config({"CPUMemory": {"ttl_seconds": ttl}, **config})
     return build_manager(
         settings,
-        kind="full_attention",
-        block_tokens=BLOCK_TOKENS,
+        layout=plain_layout(BLOCK_TOKENS),
         chunk_blocks=1,
         spaces={"CPUMemory": TierPool(capacity_rows=rows, row_bytes=ROW_BYTES)},
         log=EventLog(enabled=True),

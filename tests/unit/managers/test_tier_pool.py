@@ -15,7 +15,8 @@ def test_rows_are_handed_out_once_until_they_come_back() -> None:
     for _ in range(500):
         rows = pool.allocate(draw.randint(1, 6))
         if rows is None:
-            pool.free(owned.pop(draw.randrange(len(owned))))
+            rows = owned.pop(draw.randrange(len(owned)))
+            pool.free(rows, len(rows) * 8)
         else:
             owned.append(rows)
         everything = [row for rows in owned for row in rows]
@@ -41,7 +42,7 @@ def test_used_rows_are_used_again_before_fresh_ones() -> None:
         rows = pool.allocate(3)
         assert rows is not None
         assert max(rows) < 3
-        pool.free(rows)
+        pool.free(rows, 24)
 
 
 def test_object_gets_adjacent_rows_again() -> None:
@@ -49,7 +50,7 @@ def test_object_gets_adjacent_rows_again() -> None:
     pool = TierPool(capacity_rows=16, row_bytes=8)
     rows = pool.allocate(4)
     assert rows == (0, 1, 2, 3)
-    pool.free(rows)
+    pool.free(rows, 32)
 
     assert pool.allocate(4) == (0, 1, 2, 3)
 
@@ -59,8 +60,8 @@ def test_auditor_finds_a_row_that_came_back_twice() -> None:
     pool = TierPool(capacity_rows=4, row_bytes=8)
     rows = pool.allocate(2)
     assert rows is not None
-    pool.free(rows)
-    pool.free(rows[:1])
+    pool.free(rows, 16)
+    pool.free(rows[:1], 8)
 
     with pytest.raises(AssertionError, match="twice"):
         pool.check()

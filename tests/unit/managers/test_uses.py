@@ -1,11 +1,12 @@
 """What counts as a use of a chunk: one per request, and storing it is not using it again."""
 
 import pytest
-from fakes import BLOCK_TOKENS, ROW_BYTES, done, hit_blocks, start, store
+from fakes import BLOCK_TOKENS, ROW_BYTES, done, hit_blocks, plan_load, start, store
 
 from opal_connector.config import CPUMemoryConfig, OpalConfig
 from opal_connector.events import EventLog
 from opal_connector.eviction import POLICIES, LRUPolicy
+from opal_connector.keys import plain_layout
 from opal_connector.managers import LookupState, OpalKVCacheManager, TierPool, build_manager
 
 ROWS = 8
@@ -15,8 +16,7 @@ def books(policy: str) -> OpalKVCacheManager:
     config = OpalConfig(CPUMemory=CPUMemoryConfig(eviction_policy=policy))  # type: ignore[arg-type]
     return build_manager(
         config,
-        kind="full_attention",
-        block_tokens=BLOCK_TOKENS,
+        layout=plain_layout(BLOCK_TOKENS),
         chunk_blocks=1,
         spaces={"CPUMemory": TierPool(capacity_rows=ROWS, row_bytes=ROW_BYTES)},
         log=EventLog(enabled=False),
@@ -28,7 +28,7 @@ def load(manager: OpalKVCacheManager, block: int) -> None:
     request = start(manager, [block])
     result = manager.lookup(request, computed_blocks=0, max_blocks=1, now=0.0)
     assert result.state is LookupState.HIT
-    manager.commit(done(manager.plan_load(request, [0])))
+    manager.commit(done(plan_load(manager, request, [0])))
     manager.end_request(request)
 
 

@@ -72,7 +72,7 @@ def test_a_file_says_everything_and_the_rest_is_as_it_should_be(tmp_path: Path) 
             "balanced.work_weight: found inf, allowed: a finite number from 0 on",
         ),
         ({"balanced": {"evenness": -1}}, "balanced.evenness: found -1.0, allowed: a finite number"),
-        ({"instances": [{"name": "a"}]}, "instances[0]: found {'name': 'a'}; object missing"),
+        ({"instances": [{"name": "a"}]}, "instances[0]: found {'name': …}; object missing"),
         ({"instances": [{"url": URL, "x": 1}]}, "instances[0].x: unknown field; allowed here: url"),
         ({"instances": [{"url": "a:1"}]}, "instances[0].url: found 'a:1', allowed: http://HOST"),
         ({"instances": [{"url": URL, "name": "a/b"}]}, "instances[0].name: found 'a/b'"),
