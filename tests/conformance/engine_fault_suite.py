@@ -216,6 +216,7 @@ def make_host(world: FaultyWorld, root: Path, *, chunk_blocks: int = 1) -> Host:
         threads=2,
     )
     host = Host(settings, root)
+    host.load_ended = lambda load: host.give_back(load.block_ids)  # as a request that has ended
     host.run_until(lambda: health(host) is TierHealth.OK, timeout_seconds=RECOVERY_SECONDS)
     return host
 

@@ -23,6 +23,7 @@ def request(host: Host, blocks: Sequence[int]) -> tuple[OpalRequest, list[int]]:
 
 def begin_store(host: Host, blocks: Sequence[int]) -> None:
     made, tokens = request(host, blocks)
+    assert len(host.free_blocks) >= len(blocks), "loads that ended have kept all paged blocks"
     host.store(made, tokens)
     host.manager.end_request(made)
 

@@ -76,6 +76,12 @@ class Load(msgspec.Struct, eq=False):
     ranks_left: int
     failed: set[int] = set()
 
+    @property
+    def block_ids(self) -> list[int]:
+        """All paged blocks that it was given."""
+        blocks = [block for item in self.job.objects for block in item.block_ids]
+        return [*blocks, *self.job.missing_block_ids]
+
 
 class Host:
     """One engine: its books, a mover per rank, and the paged blocks of every rank.

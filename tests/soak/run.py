@@ -318,8 +318,7 @@ class Soak:
                 if wrong:
                     self.report.wrong_bytes += wrong
                     self.report.note(f"{wrong} blocks of an ended load changed")
-            blocks = [block for item in load.job.objects for block in item.block_ids]
-            host.give_back([*blocks, *load.job.missing_block_ids])
+            host.give_back(load.block_ids)
 
     def _check_limits(self, host: Host) -> None:
         limits = (
