@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -22,6 +23,7 @@ _SUFFIX: Final = ".json"
 _MODE: Final = 0o700
 _FILE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _RETRY_SECONDS: Final = 1.0
+_LOOK_SECONDS: Final = 5.0  # between two looks whether the files are still there
 _decode = msgspec.json.Decoder(Context).decode
 
 
@@ -32,20 +34,29 @@ class ContextFiles:
     directory that hangs holds up nobody. Should a process end between an object and its context,
     the object is not found again, and is deleted.
 
-    Mutable state: what is to be written, what was read and not taken, and whether a reading is
-    due; guarded by `_wake`'s lock, which is not held while the directory is asked. `_written`
-    belongs to the thread.
+    Somebody may empty the directory beside a running server. The tier makes its own anew with the
+    next store and goes on, so every few seconds, and at the end, the thread looks whether its files
+    are still there, and writes those that are not.
+
+    Mutable state: what is to be written, what was ever wanted, what was read and not taken, and
+    whether a reading is due; guarded by `_wake`'s lock, which is not held while the directory is
+    asked. `_written`, the files that are there, and `_next_look` belong to the thread.
     """
 
-    def __init__(self, root: Path, namespace: bytes) -> None:
+    def __init__(
+        self, root: Path, namespace: bytes, *, look_seconds: float = _LOOK_SECONDS
+    ) -> None:
         self._folder = f"{root}/{namespace_name(namespace)}/{_FOLDER}"
         self._root = str(root)
         self._wake = threading.Condition()
         self._wanted: dict[Context, None] = {}
+        self._ever_wanted: set[Context] = set()
         self._read: list[Context] = []
         self._readings_due = 1
         self._is_closing = False
-        self._written: set[str] = set()
+        self._written: dict[str, Context] = {}
+        self._look_seconds = look_seconds
+        self._next_look = 0.0
         self._thread = threading.Thread(target=self._run, name="opal-contexts", daemon=True)
         self._thread.start()
 
@@ -55,10 +66,13 @@ class ContextFiles:
         return self._readings_due == 0
 
     def want(self, contexts: Iterable[Context]) -> None:
-        """Have contexts written, if they are not there."""
+        """Have contexts written, if they are not there. Costs little when asked again."""
         with self._wake:
-            self._wanted.update(dict.fromkeys(contexts))
-            self._wake.notify()
+            new = [context for context in contexts if context not in self._ever_wanted]
+            if new:
+                self._ever_wanted.update(new)
+                self._wanted.update(dict.fromkeys(new))
+                self._wake.notify()
 
     def read_again(self) -> None:
         """Look what others have written."""
@@ -89,18 +103,39 @@ class ContextFiles:
             with self._wake:
                 is_due = self._readings_due or self._wanted
                 if (not is_due or has_failed) and not self._is_closing:
-                    self._wake.wait(_RETRY_SECONDS if is_due else None)
-                due, wanted, is_closing = self._readings_due, list(self._wanted), self._is_closing
+                    self._wake.wait(_RETRY_SECONDS if is_due else self._look_seconds)
+                is_closing = self._is_closing
             has_failed = False
             try:
-                self._work(due, wanted)
+                self._look(is_last=is_closing)
+                self._work()
             except Exception as error:  # noqa: BLE001 - tried again; the objects are only not found again
                 warnings.warn("contexts", "cannot use %s: %r", self._folder, error)
                 has_failed = True
             if is_closing:
                 return
 
-    def _work(self, due: int, wanted: list[Context]) -> None:
+    def _look(self, *, is_last: bool) -> None:
+        """Want again what is gone, unless the tier's directory is too: then no names are there."""
+        now = time.monotonic()
+        if not self._written or not (is_last or now >= self._next_look):
+            return
+        self._next_look = now + self._look_seconds
+        if not os.path.isdir(os.path.dirname(self._folder)):
+            return
+        try:
+            present = set(os.listdir(self._folder))
+        except FileNotFoundError:
+            present = set()
+        gone = [name for name in self._written if name not in present]
+        if gone:
+            warnings.warn("gone", "%d files in %s were removed", len(gone), self._folder)
+        with self._wake:
+            self._wanted.update((self._written.pop(name), None) for name in gone)
+
+    def _work(self) -> None:
+        with self._wake:
+            due, wanted = self._readings_due, list(self._wanted)
         if due:
             found = self._read_all()
             with self._wake:
@@ -126,7 +161,7 @@ class ContextFiles:
                 continue  # torn by a crash: the next store writes it again
             if _file_name(context) == name:
                 found.append(context)
-                self._written.add(name)
+                self._written[name] = context
         return found
 
     def _write(self, context: Context) -> None:
@@ -146,7 +181,7 @@ class ContextFiles:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-        self._written.add(name)
+        self._written[name] = context
 
 
 def _file_name(context: Context) -> str:

@@ -13,7 +13,6 @@ from opal_connector.config import OpalConfig
 from opal_connector.integrations.lmcache.adapter_tiers import make_adapter_tiers
 from opal_connector.integrations.lmcache.books import ObjectBooks
 from opal_connector.integrations.lmcache.identity import (
-    Context,
     Layout,
     context_of,
     namespace_digest,
@@ -72,7 +71,6 @@ class AdapterRuntime:
         self._listener = listener
         self._wake = threading.Event()
         self._contexts = tiers.contexts
-        self._written: set[Context] = set()
         self.mover = Mover(
             tiers.stores, self.lent, rank=0, lanes=tiers.lanes, on_result=self._wake.set
         )
@@ -175,9 +173,9 @@ class AdapterRuntime:
         self._thread.join(_CLOSING_SECONDS)
         if self._shared is not None:
             self._shared.close()
-        for contexts in self._contexts.values():
-            contexts.close()
         self.mover.close()
+        for contexts in self._contexts.values():
+            contexts.close()  # after the last object: what names it must be there
         with self._lock:
             self._take_results()
             for store in self._stores.values():
@@ -386,8 +384,8 @@ class AdapterRuntime:
             self._listener.loaded(task.task_id, task.keys, task.loaded)
 
     def _write_contexts(self, wishes: Sequence[StoreWish]) -> None:
-        new = {context_of(wish.key, wish.layout) for wish in wishes} - self._written
-        if new and self._contexts:
-            self._written |= new
-            for contexts in self._contexts.values():
-                contexts.want(new)
+        if not self._contexts:
+            return
+        wanted = {context_of(wish.key, wish.layout) for wish in wishes}
+        for contexts in self._contexts.values():
+            contexts.want(wanted)
