@@ -31,6 +31,7 @@ class BusFollower(EventSubscriber):
     name no parents. Events that name no key are common and mean nothing. When the bus has dropped
     events, or one could not be read, what is there is listed anew: LMCache publishes an event in
     the step in which it becomes true, so whatever is still in the queue ends where the list is.
+    What cannot be listed then is listed later, and until then believed to be what it was.
 
     Mutable state: the counters, the bytes of an object by group, the ranks, the adapters heard of,
     whether a listing is due, and whether it is closed; used by the thread of the bus, others read.
@@ -80,20 +81,30 @@ class BusFollower(EventSubscriber):
         """The bus has dropped events."""
         if self._is_closed:
             return
-        self.dropped_events = self._context.event_bus.dropped_events_count()
-        warnings.warn("drops", "LMCache's event bus has dropped events, listing what is there")
         self._is_stale = True
+        try:
+            self.dropped_events = self._context.event_bus.dropped_events_count()
+        except Exception as error:  # noqa: BLE001 - it is only a count
+            self._note_failure(
+                "drops", "LMCache does not say how many events it dropped: %r", error
+            )
+        warnings.warn("drops", "LMCache's event bus has dropped events, listing what is there")
         self._resync_if_due()
 
-    def resync(self) -> None:
-        """Announce what differs between what was heard and what is there."""
-        self.resyncs += 1
+    def resync(self) -> bool:
+        """Announce what differs between what was heard and what is there; whether that was all."""
         placements, manager = self._placements, self._context.storage_manager
+        unlisted = 0
         for source, present in list_l1(manager):
             placements.replace(source, present)
         for backend, keys in list_l2(manager):
-            placements.replace(_l2_source(backend), [(backend, key) for key in keys])
+            if keys is None:
+                unlisted += 1
+            else:
+                placements.replace(_l2_source(backend), [(backend, key) for key in keys])
         self._changed()
+        self.failures += unlisted
+        return not unlisted
 
     # ---- tokens ----
 
@@ -175,11 +186,24 @@ class BusFollower(EventSubscriber):
     def _resync_if_due(self) -> None:
         """Listing takes the bus's time: where it is short that must not make it shorter."""
         began = time.monotonic()
-        if self._is_stale and began >= self._next_resync:
-            self._is_stale = False
-            self.resync()
+        if not self._is_stale or began < self._next_resync:
+            return
+        self._is_stale = False
+        try:
+            if self.resync():
+                self.resyncs += 1
+            else:
+                self._is_stale = True
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is tried again
+            self._is_stale = True
+            self._note_failure("resync", "what LMCache holds could not be listed: %r", error)
+        finally:
             now = time.monotonic()
             self._next_resync = now + max(_RESYNC_SECONDS, _RESYNC_SHARE * (now - began))
+
+    def _note_failure(self, kind: str, sentence: str, error: Exception) -> None:
+        self.failures += 1
+        warnings.warn(kind, sentence, error)
 
     def _see_model(self, model: str | None) -> None:
         if model and self._placements.model is None:
@@ -195,8 +219,7 @@ class BusFollower(EventSubscriber):
             try:
                 handler(event)
             except Exception as error:  # noqa: BLE001 - whatever it is, the contents are listed anew
-                self.failures += 1
-                warnings.warn("event", "an event of LMCache could not be read: %r", error)
+                self._note_failure("event", "an event of LMCache could not be read: %r", error)
                 self._is_stale = True
                 self._resync_if_due()
 
@@ -225,27 +248,41 @@ def list_l1(manager: Any) -> Iterator[tuple[str, list[tuple[str, ObjectKey]]]]:
         yield f"l1/{one.config.tag}", [(tier, key) for key in keys]
 
 
-def list_l2(manager: Any) -> Iterator[tuple[str, list[ObjectKey]]]:
-    """What every adapter but Opal's holds now; nothing of one that cannot be listed."""
+def list_l2(manager: Any) -> Iterator[tuple[str, list[ObjectKey] | None]]:
+    """What every adapter but Opal's holds now, by backend.
+
+    Nothing of one that has no way to list; None of a backend that cannot be listed at this time.
+    """
     found: dict[str, list[ObjectKey]] = {}
+    failed: set[str] = set()
     for descriptor, adapter in manager.l2_adapters():
         if any(opal_adapters([adapter])):
             continue
-        keys = found.setdefault(descriptor.type_name, [])
-        cursor: str | None = None
+        backend = descriptor.type_name
+        keys = found.setdefault(backend, [])
         try:
-            while True:
-                page = adapter.list_l2_keys(cursor=cursor)
+            for page in _pages(adapter):
                 keys += [entry.key.to_object_key() for entry in page.entries]
-                cursor = page.next_page_token
-                if not cursor:
-                    break
         except NotImplementedError:
-            kind = f"list {descriptor.type_name}"
             warnings.warn(
-                kind, "the adapter %s cannot be listed: it is forgotten", descriptor.type_name
+                f"list {backend}", "the adapter %s cannot be listed: it is forgotten", backend
             )
-    yield from found.items()
+        except Exception as error:  # noqa: BLE001 - a lost connection, a deadline, an open circuit
+            failed.add(backend)
+            kind = f"list {backend} now"
+            warnings.warn(kind, "the adapter %s cannot be listed now: %r", backend, error)
+    for backend, keys in found.items():
+        yield backend, None if backend in failed else keys
+
+
+def _pages(adapter: Any) -> Iterator[Any]:
+    cursor: str | None = None
+    while True:
+        page = adapter.list_l2_keys(cursor=cursor)
+        yield page
+        cursor = page.next_page_token
+        if not cursor:
+            return
 
 
 def _l1_source(facts: dict[str, Any]) -> str:
