@@ -91,12 +91,13 @@ class AttentionLayout(msgspec.Struct, frozen=True, dict=True):
     """All attention groups of a model, those that look back on everything first.
 
     Tokens are hashed by `hash_block_tokens`, of which every group's blocks are a multiple; hits
-    end at multiples of `alignment_tokens`, where a block of every group ends. `has_scratch` says
-    that the engine has kv groups besides these, which are never cached.
+    end at multiples of `alignment_tokens`, where a block of every group ends. `scratch_tokens` is
+    where blocks of all kv groups end that the engine has besides these and never caches, 0 if it
+    has none.
     """
 
     groups: tuple[AttentionGroup, ...]
-    has_scratch: bool = False
+    scratch_tokens: int = 0
 
     @cached_property
     def hash_block_tokens(self) -> int:
@@ -105,8 +106,8 @@ class AttentionLayout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def alignment_tokens(self) -> int:
-        """Tokens at whose multiples a block of every group ends."""
-        return lcm(*(group.block_tokens for group in self.groups))
+        """Tokens at whose multiples a block of every group ends, as vLLM's scheduler rounds."""
+        return lcm(self.scratch_tokens or 1, *(group.block_tokens for group in self.groups))
 
     @cached_property
     def kv_group_count(self) -> int:
@@ -120,7 +121,7 @@ class AttentionLayout(msgspec.Struct, frozen=True, dict=True):
         Only there a load that brought its beginning is of use: other engines take no single blocks
         for failed.
         """
-        is_alone = self.kv_group_count == 1 and not self.has_scratch
+        is_alone = self.kv_group_count == 1 and not self.scratch_tokens
         return is_alone and self.groups[0].retention == "all"
 
 

@@ -160,9 +160,11 @@ class OpalKVCacheManager:
             self._leases.release(request)
             self._version += bool(draft.planned)  # whoever else was promised these must wait
             request.waiting_since = None
+            is_lost = bool(draft.missing) and not self.layout.is_plain
+            request.failed_loads += is_lost  # the host will take it for failed as a whole
             for item in draft.planned:
-                if draft.missing and not self.layout.is_plain:
-                    item.tokens = 0  # the host will take it for failed as a whole
+                if is_lost:
+                    item.tokens = 0
                 if item.tokens:
                     add(request.hit_tokens, self.tier_names[item.tier], item.tokens)
             for item in reversed(draft.planned):

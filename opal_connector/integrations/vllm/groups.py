@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from hashlib import sha256
+from math import lcm
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -31,7 +32,8 @@ class ServedGroups(msgspec.Struct, frozen=True):
     """The kv groups that are cached, and what a block of each of their layers holds.
 
     Attributes:
-        layout: The same in the scheduler and in every worker.
+        layout: The same in the scheduler and in every worker that has layers of all groups; a
+            stage of a pipeline may see fewer draft groups. All agree on `is_plain`.
         page_bytes: vLLM's number of a kv group to layer name to the bytes of one block. The
             scheduler may know one layer's spec for all layers of a group; workers know each.
         page_format: A digest of what the bytes of these pages mean, empty for a dense model, of
@@ -120,8 +122,10 @@ def served_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Se
     reasons += _group_faults(vllm_config, kv_cache_config)
     if reasons:
         return "; ".join(reasons)
+    scratch = [group for number, group in enumerate(groups) if number not in numbers]
     layout = AttentionLayout(
-        _attention_groups(vllm_config, kv_cache_config), has_scratch=len(groups) > len(numbers)
+        _attention_groups(vllm_config, kv_cache_config),
+        scratch_tokens=lcm(*(group.kv_cache_spec.block_size for group in scratch)) if scratch else 0,
     )
     is_plain = layout.is_plain
     return ServedGroups(

@@ -4,7 +4,12 @@ from collections.abc import Mapping
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-_SOURCES = {"CPUMemory": CacheHitSource.HOST, "LocalNVMe": CacheHitSource.DISK}
+# What others run is "remote" to vLLM, which counts that as unspecified.
+_SOURCES = {
+    "CPUMemory": CacheHitSource.HOST,
+    "LocalNVMe": CacheHitSource.DISK,
+    "DistributedFS": CacheHitSource.DISK,
+}
 
 
 def hit_sources(tier_tokens: Mapping[str, int], external_tokens: int) -> dict[CacheHitSource, int]:

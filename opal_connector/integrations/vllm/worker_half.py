@@ -74,6 +74,7 @@ class WorkerHalf:
         """Build the copier and the pool for these tensors."""
         served = served_groups(self._vllm_config, self._kv_cache_config)
         if isinstance(served, str):
+            self._join_replicas(0, torch.device("cpu"))  # stages that see no fault wait for this
             self._facts = _refusing(self._rank, served)
             return
         block_count = self._kv_cache_config.num_blocks

@@ -206,8 +206,16 @@ def test_groups_that_are_never_cached_are_left_out() -> None:
 
     assert found.layout.groups == (AttentionGroup(block_tokens=32, kv_groups=(1,)),)
     assert set(found.page_bytes) == {1}
-    assert found.layout.has_scratch
+    assert found.layout.scratch_tokens == 32
     assert not found.is_plain, "vLLM takes no single blocks as failed when it has several groups"
+
+
+def test_hits_end_where_blocks_of_scratch_groups_end_too() -> None:
+    """VLLM's scheduler rounds a hit down to that, and a load of more than it took is lost."""
+    scratch = CircularBufferSpec(**{**FIELDS, "block_size": 48})
+    layout = served(by_hand(scratch, full())).layout
+
+    assert (layout.hash_block_tokens, layout.alignment_tokens) == (32, 96)
 
 
 @pytest.mark.parametrize(

@@ -434,14 +434,21 @@ def test_heads_that_are_split_are_stored_by_every_rank(
         assert expected[0] != expected[1]
 
 
+REFUSED = by_hand(mla(), full(non_causal=True))
+
+
+@pytest.mark.parametrize("other", [grouped(MODELS["mla"]), REFUSED], ids=["tensors", "spec"])
 def test_a_rank_that_cannot_serve_keeps_nobody_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: KVCacheConfig
 ) -> None:
-    """It says so to the scheduler, and to the ranks that wait to share with it."""
+    """It says so to the scheduler, and to the ranks that wait to share with it.
+
+    Whether it lacks tensors, or sees a spec that other stages do not have.
+    """
     config = grouped(MODELS["mla"])
     ranks = Ranks(2)
     monkeypatch.setattr(worker_half, "VllmRanks", lambda: ranks)
-    made = [_connector(config, rank, tmp_path) for rank in (0, 1)]
+    made = [_connector(one, rank, tmp_path) for rank, one in enumerate((config, other))]
     caches = [allocated(config), {}]
     ranks.run(lambda rank: made[rank].register_kv_caches(caches[rank]))
 

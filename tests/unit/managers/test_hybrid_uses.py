@@ -119,7 +119,9 @@ def test_loads_that_brought_nothing_are_counted() -> None:
     reader = begin(manager, TOKENS[:16], "reader")
     for attempt in range(1, 4):
         assert look(manager, reader) == 16
-        load = manager.plan_load(reader, tables_of(manager, 16), first_block=0, block_count=8)
+        tables = tables_of(manager, 16, is_nulled=True)
+        load = manager.plan_load(reader, tables, first_block=0, block_count=8)
+        assert not load.missing_block_ids
         last = len(load.objects) - 1
         manager.commit(JobResult(load.job_id, 0, {last: FailureKind.TIMEOUT}))
         assert reader.failed_loads == attempt
@@ -133,3 +135,20 @@ def test_window_that_is_shorter_than_an_alignment_has_objects_that_fit_into_it()
         layout, rows=[64], chunk_tokens=16
     ).coordinator.managers[WINDOW]
     assert manager.chunk_blocks * manager.attention.block_tokens == 4
+
+
+def test_a_load_that_the_host_takes_for_failed_counts_as_one() -> None:
+    """It has a block that nobody promised: tried again without a count, it would be for ever."""
+    manager = books()
+    store(manager, TOKENS[:24])
+    request = begin(manager, TOKENS[:24])
+    for turn in range(3):
+        assert request.failed_loads == turn
+        hit_tokens = look(manager, request)
+        assert hit_tokens
+        wanted = tables_of(manager, hit_tokens)  # all blocks, of the window too
+        job = manager.plan_load(request, wanted, first_block=0, block_count=hit_tokens // 2)
+        assert job.missing_block_ids
+        manager.commit(JobResult(job.job_id, 0))
+    assert request.hit_tokens == {}
+    manager.check()
