@@ -85,8 +85,9 @@ class StoreCalls:
     def _carry_out(self, call: Call) -> Answer:
         match call:
             case Put(key=key, pieces=pieces, seconds=seconds):
-                with self._alone(key):
-                    return Answer([self._put(key, pieces, time.monotonic() + seconds)])
+                deadline = time.monotonic() + seconds
+                with self._alone(key, deadline):
+                    return Answer([self._put(key, pieces, deadline)])
             case Get(key=key, size_bytes=size_bytes, parts=parts):
                 return Answer([self._get(key, size_bytes, parts)])
             case GetStart(key=key, piece=piece):
@@ -101,10 +102,11 @@ class StoreCalls:
     # ---- put ----
 
     @contextmanager
-    def _alone(self, key: str) -> Iterator[None]:
+    def _alone(self, key: str, deadline: float) -> Iterator[None]:
         with self._turn:
-            while key in self._being_put:
-                self._turn.wait()
+            left_seconds = max(0.0, deadline - time.monotonic())
+            if not self._turn.wait_for(lambda: key not in self._being_put, left_seconds):
+                raise TimeoutError("another put of this key is still under way")
             self._being_put.add(key)
         try:
             yield
@@ -127,15 +129,19 @@ class StoreCalls:
                 return self._fill(key, pieces, size_bytes)
             if code not in limits:
                 return code
+            waits = True
             if code == ALREADY_THERE:
                 if self._has_same(key, pieces, size_bytes):
                     return 0
+                removed: int = self._store.batch_remove([key], True)[0]
+                if removed not in (0, NOT_FOUND, NOT_READY):
+                    return removed
                 # One that somebody is writing right now cannot be removed: wait for him.
-                if self._store.batch_remove([key], True)[0] != NOT_READY:
-                    continue
+                waits = removed == NOT_READY
             if time.monotonic() >= limits[code]:
                 return code
-            time.sleep(_PAUSE_SECONDS)
+            if waits:
+                time.sleep(_PAUSE_SECONDS)
 
     def _fill(self, key: str, pieces: Sequence[Piece], size_bytes: int) -> int:
         """Write a value that space was found for, and let others see it, or give the space up."""
