@@ -47,7 +47,7 @@ class EventFeed:
         self._block_tokens = block_tokens
         self._coalesce_seconds = coalesce_seconds
         self._sources: dict[str, _Source] = {}
-        self._under_way: deque[_Source] = deque()
+        self._under_way: deque[tuple[float, _Source]] = deque()  # by when they are due
 
     def hear(self, instance_id: str, events: Sequence[KVCEvent], now: float) -> None:
         """An instance says what has come and gone."""
@@ -60,7 +60,7 @@ class EventFeed:
         for event in events:
             if not source.pending:
                 source.due = now + self._coalesce_seconds
-                self._under_way.append(source)
+                self._under_way.append((source.due, source))
             source.stream.hear(event)
             source.pending.append(event)
             if source.stream.is_full:
@@ -68,8 +68,10 @@ class EventFeed:
 
     def deliver(self, now: float = float("inf")) -> None:
         """Let every batch arrive that is due by now."""
-        while self._under_way and self._under_way[0].due <= now:
-            self._flush(self._under_way.popleft())
+        while self._under_way and self._under_way[0][0] <= now:
+            due, source = self._under_way.popleft()
+            if source.due == due:  # else that batch has left, and this is another
+                self._flush(source)
 
     def count_heartbeats(
         self,
