@@ -1,7 +1,6 @@
 """What LMCache's keys are to be found in Opal's tiers, and what LMCache has to be told of it."""
 
-import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 from lmcache.v1.distributed.api import ObjectKey
@@ -21,7 +20,7 @@ from opal_connector.transfers import ObjectName
 
 
 class KeyNews(msgspec.Struct, frozen=True):
-    """A key has come, or it has gone from all tiers."""
+    """A key has come, or it has gone from all tiers: with as many bytes as when it came."""
 
     key: ObjectKey
     size_bytes: int
@@ -35,11 +34,12 @@ class Catalog:
     """The objects of all tiers by LMCache's key; one key may name several, of different layouts.
 
     It follows the books' events, so it cannot say anything else than they do. A key is news when
-    its first copy comes and when its last one goes; what happens between tiers is not. The
-    follower hears of all of it, from the thread that changes the books, and must not wait.
+    its first copy comes and when its last one goes; what happens between tiers is not. Followers
+    hear of all of it, from the thread that changes the books, and must not wait.
 
-    Mutable state: the contexts, the objects with the number of their copies, the bytes per salt
-    and the news not yet taken; guarded by the lock of `ObjectBooks`.
+    Mutable state: the contexts, the objects with the number of their copies, the bytes per salt,
+    the bytes that were told of each key, the news not yet taken and the followers; guarded by the
+    lock of `ObjectBooks`.
     """
 
     def __init__(self) -> None:
@@ -49,9 +49,10 @@ class Catalog:
         self._copies: dict[BookKey, int] = {}
         self._by_key: dict[ObjectKey, list[StoredObject]] = {}
         self._salt_bytes: dict[str, int] = {}
+        self._told_bytes: dict[ObjectKey, int] = {}
         self._news: list[KeyNews] = []
         self.total_bytes = 0
-        self.follower: Follower | None = None
+        self.followers: list[Follower] = []
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -99,8 +100,8 @@ class Catalog:
         stored = self._objects[object_key(event.fact.chunk_hash, event.fact.group)]
         if isinstance(event, Delete):
             self._leave(event.fact)
-        if self.follower is not None:
-            self.follower(event, stored)
+        for follower in self.followers:
+            follower(event, stored)
 
     def stored(self, book_key: BookKey) -> StoredObject:
         """The object of a key of the books, of which some tier has a copy."""
@@ -124,14 +125,24 @@ class Catalog:
         return {salt: size for salt, size in self._salt_bytes.items() if size}
 
     def keys(self) -> list[tuple[ObjectKey, int]]:
-        """All keys, with the bytes of what is stored under each."""
-        return [(key, size) for _, key, size in self._places(None, b"")]
+        """All keys, with the bytes that are told of each when it comes and when it goes."""
+        return list(self._told_bytes.items())
 
-    def page(
-        self, model_name: str | None, after: bytes, count: int
-    ) -> list[tuple[bytes, ObjectKey, int]]:
-        """The first `count` keys behind the place `after`, with their places and bytes."""
-        return heapq.nsmallest(count, self._places(model_name, after), key=lambda item: item[0])
+    def places(self, model_name: str | None, after: bytes) -> list[tuple[bytes, ObjectKey]]:
+        """All keys behind the place `after`, each with its own place, in no order."""
+        return [
+            (place, key)
+            for key, stored in self._by_key.items()
+            if (place := stored[0].book_key) > after and model_name in (None, key.model_name)
+        ]
+
+    def sizes(self, keys: Sequence[ObjectKey]) -> list[tuple[ObjectKey, int]]:
+        """Those keys that are there, with the bytes of all that is stored under each."""
+        return [
+            (key, sum(one.size_bytes for one in self._by_key[key]))
+            for key in keys
+            if key in self._by_key
+        ]
 
     def check(self, placements: Iterable[BookKey]) -> None:
         """Raise AssertionError if it is not what the tiers hold."""
@@ -143,16 +154,9 @@ class Catalog:
         sizes = [stored.size_bytes for stored in self._objects.values()]
         assert self.total_bytes == sum(sizes) == sum(self.salt_bytes.values())
         assert sum(map(len, self._by_key.values())) == len(sizes)
+        assert self._told_bytes.keys() == self._by_key.keys()
 
     # ---- inside ----
-
-    def _places(
-        self, model_name: str | None, after: bytes
-    ) -> Iterable[tuple[bytes, ObjectKey, int]]:
-        for key, stored in self._by_key.items():
-            place = stored[0].book_key
-            if place > after and model_name in (None, key.model_name):
-                yield place, key, sum(one.size_bytes for one in stored)
 
     def _enter(self, fact: ObjectFact) -> None:
         book_key = object_key(fact.chunk_hash, fact.group)
@@ -167,6 +171,7 @@ class Catalog:
         layouts.append(stored)
         self._count(stored, stored.size_bytes)
         if len(layouts) == 1:
+            self._told_bytes[stored.key] = stored.size_bytes
             self._news.append(KeyNews(stored.key, stored.size_bytes, is_there=True))
 
     def _leave(self, fact: ObjectFact) -> None:
@@ -181,7 +186,8 @@ class Catalog:
         self._count(stored, -stored.size_bytes)
         if not layouts:
             del self._by_key[stored.key]
-            self._news.append(KeyNews(stored.key, stored.size_bytes, is_there=False))
+            told_bytes = self._told_bytes.pop(stored.key)
+            self._news.append(KeyNews(stored.key, told_bytes, is_there=False))
 
     def _count(self, stored: StoredObject, size_bytes: int) -> None:
         salt = stored.key.cache_salt

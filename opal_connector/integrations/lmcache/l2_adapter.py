@@ -22,13 +22,13 @@ from typing_extensions import override
 from opal_connector.integrations.lmcache.books import ObjectBooks
 from opal_connector.integrations.lmcache.catalog import Follower, KeyNews
 from opal_connector.integrations.lmcache.identity import StoredObject, group_layouts
+from opal_connector.integrations.lmcache.key_listings import CURSOR_BYTES, KeyListings
 from opal_connector.integrations.lmcache.runtime import AdapterRuntime, Listener
 from opal_connector.integrations.lmcache.settings import load_settings
 from opal_connector.integrations.lmcache.tasks import Outbox
 from opal_connector.transfers import TierHealth
 
 BACKEND_NAME: Final = "opal"
-_CURSOR_DIGITS: Final = 68  # of a key of the books, in hex
 
 
 class OpalL2Adapter(L2AdapterInterface):
@@ -47,6 +47,7 @@ class OpalL2Adapter(L2AdapterInterface):
         self._stored: Outbox[L2StoreResult] = Outbox()
         self._looked_up: Outbox[Bitmap] = Outbox()
         self._loaded: Outbox[Bitmap] = Outbox()
+        self._listings = KeyListings()
         self._runtime = AdapterRuntime(config, namespace, _Results(self))
         self._runtime.start()
 
@@ -151,16 +152,11 @@ class OpalL2Adapter(L2AdapterInterface):
             after = bytes.fromhex(cursor or "")
         except ValueError:
             after = b"?"
-        if cursor is not None and len(after) != _CURSOR_DIGITS // 2:
+        if cursor is not None and len(after) != CURSOR_BYTES:
             raise ValueError(f"cursor: found {cursor!r}, allowed: the token of a page")
-        found = self._runtime.books.read(
-            lambda books: books.catalog.page(model_name, after, page_size + 1)
-        )
-        entries = tuple(
-            KeyEntry(key.to_encoded_object_key(), size) for _, key, size in found[:page_size]
-        )
-        has_more = len(found) > page_size
-        return KeyListPage(entries, found[page_size - 1][0].hex() if has_more else None)
+        found, following = self._listings.page(self.books, model_name, after, page_size)
+        entries = tuple(KeyEntry(key.to_encoded_object_key(), size) for key, size in found)
+        return KeyListPage(entries, following.hex() if following is not None else None)
 
     def follow(self, follower: Follower) -> list[tuple[str, StoredObject]]:
         """What every tier holds now; the follower hears of every change from then on.
@@ -170,7 +166,7 @@ class OpalL2Adapter(L2AdapterInterface):
         """
 
         def begin(books: ObjectBooks) -> list[tuple[str, StoredObject]]:
-            books.catalog.follower = follower
+            books.catalog.followers.append(follower)
             return [(tier, books.catalog.stored(key)) for tier, key in books.storage.placements()]
 
         return self._runtime.books.read(begin)

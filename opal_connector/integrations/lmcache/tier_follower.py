@@ -1,16 +1,15 @@
 """Opal's adapter in the same process: its real tiers, with every move between them."""
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
-
-from lmcache.v1.distributed.api import ObjectKey
 
 from opal_connector.events import Copy, Delete, Insert, KVCEvent, Move, ObjectFact
 from opal_connector.events.channel import TierLoad
 from opal_connector.integrations.lmcache.books import ObjectBooks
+from opal_connector.integrations.lmcache.identity import StoredObject
 from opal_connector.integrations.lmcache.l2_adapter import OpalL2Adapter
 from opal_connector.integrations.lmcache.placements import PlacementBooks
-from opal_connector.transfers import ObjectName
 
 _MOST_WRAPPERS: Final = 8
 
@@ -18,15 +17,14 @@ _MOST_WRAPPERS: Final = 8
 class TierFollower:
     """Tells the placements what the books of one adapter say, from the thread that changes them.
 
-    What is there already is told first; nothing comes between. Mutable state: the listener of the
-    books' log, which it takes over and hands on to; guarded by their lock.
+    What is there already is told first; nothing comes between. It is one of the followers of the
+    books' catalog, which may have several: every server module has its own.
     """
 
     def __init__(self, books: ObjectBooks, placements: PlacementBooks, source: str) -> None:
         self._books = books
         self._placements = placements
         self._source = source
-        self._before = books.log.listener
         books.read(self._attach)
 
     def loads(self) -> Iterator[TierLoad]:
@@ -41,28 +39,16 @@ class TierFollower:
     # ---- under the lock of the adapter's books ----
 
     def _attach(self, books: ObjectBooks) -> None:
-        self._before = books.log.listener
-        books.log.listener = self._hear
-        for tier in books.storage.tiers:
-            names = (
-                ObjectName(record.group, record.parent_hash, record.run, record.group)
-                for record in tier.index.records.values()
-                if record.is_readable
-            )
-            keys = (self._key(name) for name in names)
-            self._placements.add(self._source, tier.tier, [key for key in keys if key is not None])
+        books.catalog.followers.append(self._hear)
+        for tier, book_key in books.storage.placements():
+            self._placements.add(self._source, tier, [books.catalog.stored(book_key).key])
 
     def _leave(self, books: ObjectBooks) -> None:
-        books.log.listener = self._before
+        with contextlib.suppress(ValueError):  # it has left already
+            books.catalog.followers.remove(self._hear)
 
-    def _hear(self, event: KVCEvent) -> None:
-        if self._before is not None:
-            self._before(event)
-        fact = event.fact
-        key = self._key(ObjectName(fact.group, fact.parent_hash, fact.block_hashes, fact.group))
-        if key is None:
-            return
-        source, placements = self._source, self._placements
+    def _hear(self, event: KVCEvent, stored: StoredObject) -> None:
+        key, source, placements = stored.key, self._source, self._placements
         match event:
             case Insert(ObjectFact(), tier):
                 placements.add(source, tier, (key,), "")
@@ -72,10 +58,6 @@ class TierFollower:
                 placements.add(source, tier, (key,), from_tier)
             case Move(ObjectFact(), from_tier, tier):
                 placements.move(source, from_tier, tier, key)
-
-    def _key(self, name: ObjectName) -> ObjectKey | None:
-        stored = self._books.catalog.read(name)
-        return None if stored is None else stored.key
 
 
 def opal_adapters(adapters: Iterable[Any]) -> Iterator[OpalL2Adapter]:
