@@ -11,6 +11,11 @@ from typing import Final
 
 import msgspec
 
+from opal_connector.integrations.lmcache.context_names import (
+    CONTEXTS_NAME,
+    context_file_name,
+    is_context_file,
+)
 from opal_connector.integrations.lmcache.identity import Context, ContextNumber
 from opal_connector.reports import RateLimitedWarnings
 from opal_connector.tiers.file_names import namespace_name, new_temporary_name
@@ -18,8 +23,6 @@ from opal_connector.tiers.file_names import namespace_name, new_temporary_name
 logger = logging.getLogger(__name__)
 warnings = RateLimitedWarnings(logger)
 
-_FOLDER: Final = "contexts"
-_SUFFIX: Final = ".json"
 _MODE: Final = 0o700
 _FILE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _RETRY_SECONDS: Final = 1.0
@@ -46,7 +49,7 @@ class ContextFiles:
     def __init__(
         self, root: Path, namespace: bytes, *, look_seconds: float = _LOOK_SECONDS
     ) -> None:
-        self._folder = f"{root}/{namespace_name(namespace)}/{_FOLDER}"
+        self._folder = f"{root}/{namespace_name(namespace)}/{CONTEXTS_NAME}"
         self._root = str(root)
         self._wake = threading.Condition()
         self._wanted: dict[Context, None] = {}
@@ -153,7 +156,7 @@ class ContextFiles:
         except FileNotFoundError:
             return []
         for name in names:
-            if not name.endswith(_SUFFIX) or name in self._written:
+            if not is_context_file(name) or name in self._written:
                 continue
             try:
                 context = _decode(Path(self._folder, name).read_bytes())
@@ -185,4 +188,4 @@ class ContextFiles:
 
 
 def _file_name(context: Context) -> str:
-    return ContextNumber(context).short.hex() + _SUFFIX
+    return context_file_name(ContextNumber(context).short)
