@@ -113,9 +113,9 @@ class EngineMedium:
     def _relist(self) -> Iterator[Refresh]:
         known = self._known_keys()  # before the listing: what comes meanwhile is not called gone
         listed: dict[bytes, int] = {}
-        for prefix in self._prefixes:
+        for rank, prefix in enumerate(self._prefixes):
             for page in self._client.list_values(prefix):
-                _count(listed, (parse_value_key(prefix, value.key) for value in page))
+                _count(listed, rank, (parse_value_key(prefix, value.key) for value in page))
                 yield Refresh()  # whoever waits for an answer comes in between
         ranks = len(self._prefixes)
         gone = (key for key in known if listed.get(key, 0) < ranks)
@@ -177,7 +177,11 @@ class EngineMedium:
         del self._unchecked[-_CHECKED_PER_REFRESH:]
 
 
-def _count(listed: dict[bytes, int], keys: Iterable[bytes | None]) -> None:
+def _count(listed: dict[bytes, int], rank: int, keys: Iterable[bytes | None]) -> None:
+    """Count this rank for keys that all ranks before it have; one that is told twice counts once.
+
+    What an earlier rank lacks is of no use: that needs no set of keys for each of the ranks.
+    """
     for key in keys:
-        if key is not None:
-            listed[key] = listed.get(key, 0) + 1
+        if key is not None and listed.get(key, 0) == rank:
+            listed[key] = rank + 1

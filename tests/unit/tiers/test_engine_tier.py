@@ -1,13 +1,14 @@
 """What the tier over an engine does beside storing: doubtful writes, and what a rank sees."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 
 import pytest
 from dict_engine import DictClient, DictEngine, UnlistedClient, refreshed
 from file_tier_suite import Pool, make_name
+from typing_extensions import override
 
-from opal_connector.tiers.engines import EngineMedium, EngineTier
+from opal_connector.tiers.engines import EngineMedium, EngineTier, Listed
 from opal_connector.tiers.engines.names import parse_value_key, rank_prefix, value_key
 from opal_connector.tiers.file_errors import NoSpaceError, ObjectGoneError
 from opal_connector.tiers.file_names import object_key
@@ -125,12 +126,24 @@ def test_keys_are_told_apart() -> None:
 # What the scheduler's process sees.
 
 
-def medium(engine: DictEngine, kind: type[DictClient], known: set[bytes]) -> EngineMedium:
+class RepeatingClient(DictClient):
+    """A client of an engine whose listing tells everything twice."""
+
+    @override
+    def list_values(self, prefix: str) -> Iterator[Sequence[Listed]]:
+        for page in super().list_values(prefix):
+            yield page
+            yield page
+
+
+def medium(
+    engine: DictEngine, kind: type[DictClient], known: set[bytes], ranks: int = 1
+) -> EngineMedium:
     return EngineMedium(
         kind(engine),
         identity="x",
         namespace=NAMESPACE,
-        ranks=1,
+        ranks=ranks,
         knows=known.__contains__,
         known_keys=lambda: list(known),
     )
@@ -156,6 +169,27 @@ def test_what_is_written_during_a_listing_is_not_called_gone(
 
     assert found.gone == ()
     assert found.names == ()
+
+
+@pytest.mark.parametrize("kind", [DictClient, RepeatingClient])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_value_that_is_listed_twice_is_one_value(
+    engine: DictEngine, tier: EngineTier, kind: type[DictClient], ranks: int
+) -> None:
+    """An engine may tell a key twice: that is neither two ranks nor none."""
+    Pool(ROW_BYTES).write(tier, make_name(1))  # rank 0's part of it
+    key = object_key(make_name(1))
+
+    assert refreshed(medium(engine, kind, {key}, ranks)).gone == (() if ranks == 1 else (key,))
+    assert len(refreshed(medium(engine, kind, set(), ranks)).names) == (ranks == 1)
+
+    other_prefix = rank_prefix(NAMESPACE, 1)
+    text = value_key(rank_prefix(NAMESPACE, 0), key)
+    engine.values[value_key(other_prefix, key)] = engine.values[text]
+    assert refreshed(medium(engine, kind, {key}, ranks)).gone == ()
+    assert refreshed(medium(engine, kind, set(), ranks)).names == (make_name(1),)
+    del engine.values[text]
+    assert refreshed(medium(engine, kind, {key}, ranks)).gone == (key,)
 
 
 def test_own_writes_cost_no_request(engine: DictEngine, tier: EngineTier) -> None:
