@@ -46,7 +46,9 @@ class EngineTier(KeyedTier):
     makes sure that the engine answers. Writes whose end is unknown, because the engine did not
     answer, are taken back before the tier counts as well again.
 
-    Mutable state: the keys of such writes, guarded by `_lock`; a header buffer per thread.
+    Mutable state: `_doubtful`, the keys of such writes, and `_leaving`, those of them that are just
+    being removed, both guarded by `_lock`; a header buffer per thread. The thread that takes back
+    holds `_taking_back`.
     """
 
     def __init__(self, name: str, client: EngineClient, *, row_bytes: int, rank: int) -> None:
@@ -55,7 +57,9 @@ class EngineTier(KeyedTier):
         self.client = client
         self._prefix = ""
         self._lock = threading.Lock()
+        self._taking_back = threading.Lock()
         self._doubtful: set[str] = set()
+        self._leaving: frozenset[str] = frozenset()
         self._of_thread = threading.local()
 
     @property
@@ -96,6 +100,8 @@ class EngineTier(KeyedTier):
         if not may_publish():
             raise AbandonedError(key)
         with self._lock:
+            if key in self._leaving:  # the removal may come after this write, and take it away
+                raise AbandonedError(key)
             self._doubtful.discard(key)  # this write decides
         try:
             self.client.put(key, record_buffers(head, rows, tier_rows))
@@ -109,7 +115,7 @@ class EngineTier(KeyedTier):
             raise
         if self._doubtful:  # the engine answers again: soon, and never many at once
             with contextlib.suppress(OSError):
-                self._take_back(most=_TAKEN_BACK_BESIDE)
+                self._take_back_some()
         return file_bytes(name.block_count, self.row_bytes, name.members)
 
     @override
@@ -145,7 +151,17 @@ class EngineTier(KeyedTier):
 
     @override
     def remove_object(self, name: ObjectName) -> None:
-        self.client.remove([self._key(name)])
+        key = self._key(name)
+        with self._lock:
+            was_doubtful = key in self._doubtful
+            self._doubtful.discard(key)  # before: a write that fails meanwhile is a new doubt
+        try:
+            self.client.remove([key])
+        except BaseException:
+            with self._lock:
+                if was_doubtful:
+                    self._doubtful.add(key)
+            raise
 
     @override
     def wipe(self) -> None:
@@ -230,18 +246,48 @@ class EngineTier(KeyedTier):
         if row_check(row, name.stamps, position) != check:
             raise ChecksumMismatchError(f"row {position} of {self._key(name)} is damaged")
 
-    def _take_back(self, most: int | None = None) -> None:
-        """Remove what may have been written although nobody was told, at most so many.
+    def _take_back(self) -> None:
+        """Remove what may have been written although nobody was told.
 
         Raises:
             OSError: The engine failed; what was removed by then is not tried again.
         """
-        with self._lock:
-            doubtful = list(itertools.islice(self._doubtful, most))
-        for batch in batches(doubtful, _TAKEN_BACK_AT_ONCE):
-            self.client.remove(batch)
+        with self._taking_back:
             with self._lock:
-                self._doubtful.difference_update(batch)
+                doubtful = list(self._doubtful)
+            for batch in batches(doubtful, _TAKEN_BACK_AT_ONCE):
+                self._remove_doubtful(batch)
+
+    def _take_back_some(self) -> None:
+        """The same for a few, unless another thread is at it."""
+        if not self._taking_back.acquire(blocking=False):
+            return
+        try:
+            with self._lock:
+                doubtful = list(itertools.islice(self._doubtful, _TAKEN_BACK_BESIDE))
+            self._remove_doubtful(doubtful)
+        finally:
+            self._taking_back.release()
+
+    def _remove_doubtful(self, keys: Sequence[str]) -> None:
+        """Remove those of the keys that are still in doubt; none is written meanwhile.
+
+        They are in doubt no more from the beginning, so that a new doubt stays.
+        """
+        with self._lock:
+            leaving = self._doubtful.intersection(keys)
+            self._doubtful -= leaving
+            self._leaving = frozenset(leaving)
+        try:
+            if leaving:
+                self.client.remove(list(leaving))
+        except BaseException:
+            with self._lock:
+                self._doubtful |= leaving
+            raise
+        finally:
+            with self._lock:
+                self._leaving = frozenset()
 
     def _scratch(self, size: int) -> memoryview:
         """A buffer of this thread, valid until its next call; always the same memory if it fits."""

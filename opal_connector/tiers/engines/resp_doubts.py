@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 _MOST: Final = 256
+_PATIENCE_SECONDS: Final = 60.0  # far longer than a server that is well needs to carry out a write
 _RESET: Final = struct.pack("ii", 1, 0)
 
 
@@ -21,6 +22,7 @@ class _Doubt(msgspec.Struct, frozen=True, eq=False):
     key: str
     connection: socket.socket
     is_taken_back: bool  # its removal follows it over the same connection
+    until: float  # when nobody waits for its end any more
 
 
 class Doubts:
@@ -28,28 +30,32 @@ class Doubts:
 
     Removing such a key does not help while the write may come after the removal. The server closes
     a connection that we have closed when it has carried out all that came over it: that is awaited.
-    Where nobody can wait so long, the removal that was sent behind the write has to do.
+    Where nobody can wait so long, the removal that was sent behind the write has to do. So it
+    is after `patience_seconds`, too: a server that vanished without a word closes nothing, and as
+    long as it was waited for, the one in its place would not be used.
 
     Mutable state: `_doubts`, the oldest first, guarded by `_lock`; only the thread that holds
     `_settling` waits for one of them and closes it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, patience_seconds: float = _PATIENCE_SECONDS) -> None:
+        self._patience_seconds = patience_seconds
         self._lock = threading.Lock()
         self._settling = threading.Lock()
         self._doubts: list[_Doubt] = []
 
     def add(self, key: str, connection: socket.socket, *, is_taken_back: bool) -> None:
         """This key may still be written over this connection, and then be removed again or not."""
+        until = time.monotonic() + self._patience_seconds
         with self._lock:
-            self._doubts.append(_Doubt(key, connection, is_taken_back))
+            self._doubts.append(_Doubt(key, connection, is_taken_back, until))
             over = self._doubts[:-_MOST]
             del self._doubts[:-_MOST]
         for doubt in over:
             _leave(doubt)
 
     def settle(self, is_concerned: Callable[[str], bool], deadline: float) -> None:
-        """Wait until no such key can be written any more by what was sent before.
+        """Wait until no such key can be written any more by what was sent before, as far as it can.
 
         Raises:
             TimeoutError: That is not known yet at the deadline.
@@ -63,10 +69,12 @@ class Doubts:
             with self._lock:
                 concerned = [doubt for doubt in self._doubts if is_concerned(doubt.key)]
             for doubt in concerned:
-                _await_end(doubt.connection, deadline)
+                has_ended = _has_ended(doubt.connection, min(deadline, doubt.until))
+                if not has_ended and time.monotonic() < doubt.until:
+                    raise _unknown()
                 with self._lock, suppress(ValueError):  # it may be over the limit by now
                     self._doubts.remove(doubt)
-                doubt.connection.close()
+                _leave(doubt)
         finally:
             self._settling.release()
 
@@ -78,18 +86,19 @@ class Doubts:
             _leave(doubt)
 
 
-def _await_end(connection: socket.socket, deadline: float) -> None:
-    """Wait until the server has closed its side, too."""
+def _has_ended(connection: socket.socket, deadline: float) -> bool:
+    """Whether the server has closed its side, too, at the latest at the deadline."""
     try:
-        while (left_seconds := deadline - time.monotonic()) > 0:
-            connection.settimeout(left_seconds)
+        while True:
+            connection.settimeout(max(0.0, deadline - time.monotonic()))
             if not connection.recv(4096):
-                return
-    except TimeoutError:
-        pass
+                return True
+            if time.monotonic() >= deadline:
+                return False
+    except (TimeoutError, BlockingIOError):
+        return False
     except OSError:
-        return  # reset: the server is gone, or knows nothing of this connection
-    raise _unknown()
+        return True  # reset: the server is gone, or knows nothing of this connection
 
 
 def _unknown() -> TimeoutError:
