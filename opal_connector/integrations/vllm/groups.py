@@ -122,10 +122,14 @@ def served_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Se
     reasons += _group_faults(vllm_config, kv_cache_config)
     if reasons:
         return "; ".join(reasons)
-    scratch = [group for number, group in enumerate(groups) if number not in numbers]
+    scratch = [
+        group.kv_cache_spec.block_size
+        for number, group in enumerate(groups)
+        if number not in numbers
+    ]
     layout = AttentionLayout(
         _attention_groups(vllm_config, kv_cache_config),
-        scratch_tokens=lcm(*(group.kv_cache_spec.block_size for group in scratch)) if scratch else 0,
+        scratch_tokens=lcm(*scratch) if scratch else 0,
     )
     is_plain = layout.is_plain
     return ServedGroups(
