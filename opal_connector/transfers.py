@@ -23,7 +23,7 @@ class FailureKind(StrEnum):
     SUSPENDED = "suspended"  # the tier is not asked now, because it was slow or failing
     MISSING = "missing"  # the books had nothing to load from
     AFTER_FAILURE = "after_failure"  # intact, but an earlier object of the prefix failed
-    DROPPED = "dropped"  # not begun, because the worker shuts down or has too much to do
+    DROPPED = "dropped"  # not begun: the worker shuts down, has too much to do, or still removes it
 
 
 class ObjectName(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -149,7 +149,8 @@ def _remove_namespace(space: Path, removed: Removed, *, is_unused: bool) -> None
     folder = space / CONTEXTS_NAME
     if is_unused and _is_folder(folder):
         for entry in os.scandir(folder):
-            if is_context_file(entry.name) or parse_temporary(entry.name):
+            is_ours = is_context_file(entry.name) and entry.is_file(follow_symlinks=False)
+            if is_ours or parse_temporary(entry.name):
                 removed.freed_bytes += used_by(entry.path)
                 remove_any(entry.path)
         with contextlib.suppress(OSError):  # something else is in there

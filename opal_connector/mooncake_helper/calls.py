@@ -129,19 +129,19 @@ class StoreCalls:
                 return self._fill(key, pieces, size_bytes)
             if code not in limits:
                 return code
-            waits = True
+            limit = limits[code]
             if code == ALREADY_THERE:
                 if self._has_same(key, pieces, size_bytes):
                     return 0
                 removed: int = self._store.batch_remove([key], True)[0]
                 if removed not in (0, NOT_FOUND, NOT_READY):
                     return removed
-                # One that somebody is writing right now cannot be removed: wait for him.
-                waits = removed == NOT_READY
-            if time.monotonic() >= limits[code]:
+                # One that somebody is writing right now cannot be removed: wait for him, not for
+                # ever. One that was removed leaves its place to this one, however long that took.
+                limit = limit if removed == NOT_READY else deadline
+            if time.monotonic() >= limit:
                 return code
-            if waits:
-                time.sleep(_PAUSE_SECONDS)
+            time.sleep(_PAUSE_SECONDS)
 
     def _fill(self, key: str, pieces: Sequence[Piece], size_bytes: int) -> int:
         """Write a value that space was found for, and let others see it, or give the space up."""

@@ -22,6 +22,10 @@ class AbandonedError(Exception):
     """The caller gave the write up before it was published; nothing of it is left."""
 
 
+class RefusedError(AbandonedError):
+    """The tier itself did not begin the write, and asked its medium nothing."""
+
+
 def as_gone(error: OSError) -> OSError:
     """The error of a read: an `ObjectGoneError` if the file is not there, else the same."""
     if error.errno in _GONE:

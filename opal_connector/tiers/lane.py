@@ -268,6 +268,8 @@ class Lane:
     def _learn(self, part: Part, outcome: PartOutcome) -> None:
         now = self._clock()
         kinds = set(outcome.failed.values())
+        if kinds == {FailureKind.DROPPED}:
+            return  # the medium was asked nothing
         if FailureKind.NO_SPACE in kinds:
             self._breaker.ran_out_of_space(now=now)
         elif kinds - _ANSWERED_BY_A_MEDIUM:

@@ -11,6 +11,7 @@ from opal_connector.tiers.file_errors import (
     AbandonedError,
     NoSpaceError,
     ObjectGoneError,
+    RefusedError,
     SourceError,
 )
 from opal_connector.transfers import FailureKind, ObjectName
@@ -135,6 +136,8 @@ def attempt(
 
 def report(error: Exception, tier: int, verb: str) -> FailureKind:
     """What kind of failure an error is; says it, at most once a minute per kind."""
+    if isinstance(error, RefusedError):
+        return FailureKind.DROPPED
     if isinstance(error, AbandonedError):
         return FailureKind.TIMEOUT
     if isinstance(error, ChecksumMismatchError):

@@ -21,6 +21,7 @@ warnings = RateLimitedWarnings(logger)
 
 _RESYNC_SECONDS: Final = 1.0  # at least between two of them
 _RESYNC_SHARE: Final = 10  # and so many times what one takes
+_LISTING_SECONDS_MOST: Final = 60.0  # between two tries to list what cannot be listed
 _MEDIA: Final = {"dram": HOST_TIER, "devdax": "DevDax", "gds": "GDS"}
 
 
@@ -34,7 +35,8 @@ class BusFollower(EventSubscriber):
     What cannot be listed then is listed later, and until then believed to be what it was.
 
     Mutable state: the counters, the bytes of an object by group, the ranks, the adapters heard of,
-    whether a listing is due, and whether it is closed; used by the thread of the bus, others read.
+    whether a listing is due, the adapters that could not be listed and when they are tried again,
+    and whether it is closed; used by the thread of the bus, others read.
     """
 
     def __init__(
@@ -51,6 +53,9 @@ class BusFollower(EventSubscriber):
         self.failures = 0
         self._is_stale = False
         self._next_resync = 0.0
+        self._unlisted: set[str] = set()
+        self._next_listing = 0.0
+        self._listing_seconds = _RESYNC_SECONDS
         self._backends: set[str] = set()
 
     @override
@@ -91,20 +96,27 @@ class BusFollower(EventSubscriber):
         warnings.warn("drops", "LMCache's event bus has dropped events, listing what is there")
         self._resync_if_due()
 
-    def resync(self) -> bool:
-        """Announce what differs between what was heard and what is there; whether that was all."""
-        placements, manager = self._placements, self._context.storage_manager
-        unlisted = 0
-        for source, present in list_l1(manager):
-            placements.replace(source, present)
-        for backend, keys in list_l2(manager):
-            if keys is None:
-                unlisted += 1
-            else:
-                placements.replace(_l2_source(backend), [(backend, key) for key in keys])
+    def resync(self) -> None:
+        """Announce what differs between what was heard and what is there."""
+        for source, present in list_l1(self._context.storage_manager):
+            self._placements.replace(source, present)
+        self._list_adapters()
         self._changed()
-        self.failures += unlisted
-        return not unlisted
+
+    def _list_adapters(self, only: frozenset[str] | None = None) -> None:
+        """The same for adapters; those that fail are tried again alone, and ever more seldom."""
+        unlisted = set()
+        for backend, keys in list_l2(self._context.storage_manager, only):
+            if keys is None:
+                unlisted.add(backend)
+            else:
+                self._placements.replace(_l2_source(backend), [(backend, key) for key in keys])
+        self._next_listing = time.monotonic() + self._listing_seconds
+        self._listing_seconds = (
+            min(2 * self._listing_seconds, _LISTING_SECONDS_MOST) if unlisted else _RESYNC_SECONDS
+        )
+        self.failures += len(unlisted)
+        self._unlisted = unlisted
 
     # ---- tokens ----
 
@@ -186,14 +198,17 @@ class BusFollower(EventSubscriber):
     def _resync_if_due(self) -> None:
         """Listing takes the bus's time: where it is short that must not make it shorter."""
         began = time.monotonic()
-        if not self._is_stale or began < self._next_resync:
+        is_whole = self._is_stale
+        is_due = is_whole or (self._unlisted and began >= self._next_listing)
+        if not is_due or began < self._next_resync:
             return
         self._is_stale = False
         try:
-            if self.resync():
+            if is_whole:
+                self.resync()
                 self.resyncs += 1
             else:
-                self._is_stale = True
+                self._list_adapters(frozenset(self._unlisted))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is tried again
             self._is_stale = True
             self._note_failure("resync", "what LMCache holds could not be listed: %r", error)
@@ -248,17 +263,19 @@ def list_l1(manager: Any) -> Iterator[tuple[str, list[tuple[str, ObjectKey]]]]:
         yield f"l1/{one.config.tag}", [(tier, key) for key in keys]
 
 
-def list_l2(manager: Any) -> Iterator[tuple[str, list[ObjectKey] | None]]:
-    """What every adapter but Opal's holds now, by backend.
+def list_l2(
+    manager: Any, only: frozenset[str] | None = None
+) -> Iterator[tuple[str, list[ObjectKey] | None]]:
+    """What every adapter but Opal's holds now, or every one of some backends, by backend.
 
     Nothing of one that has no way to list; None of a backend that cannot be listed at this time.
     """
     found: dict[str, list[ObjectKey]] = {}
     failed: set[str] = set()
     for descriptor, adapter in manager.l2_adapters():
-        if any(opal_adapters([adapter])):
-            continue
         backend = descriptor.type_name
+        if any(opal_adapters([adapter])) or (only is not None and backend not in only):
+            continue
         keys = found.setdefault(backend, [])
         try:
             for page in _pages(adapter):

@@ -5,7 +5,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +28,7 @@ warnings = RateLimitedWarnings(logger)
 _MODE: Final = 0o700
 _FILE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _RETRY_SECONDS: Final = 1.0
+_MOST_TRIES: Final = 20  # to read a file; one that can never be read must not keep a tier closed
 _LOOK_SECONDS: Final = 5.0  # between two looks whether the files are still there
 _decode = msgspec.json.Decoder(Context).decode
 
@@ -43,7 +46,8 @@ class ContextFiles:
 
     Mutable state: what is to be written, what was ever wanted, what was read and not taken, and
     whether a reading is due; guarded by `_wake`'s lock, which is not held while the directory is
-    asked. `_written`, the files that are there, and `_next_look` belong to the thread.
+    asked. `_written`, the files that are there, `_tries`, how often one could not be read, and
+    `_next_look` belong to the thread.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class ContextFiles:
         self._readings_due = 1
         self._is_closing = False
         self._written: dict[str, Context] = {}
+        self._tries: Counter[str] = Counter()
         self._look_seconds = look_seconds
         self._next_look = 0.0
         self._thread = threading.Thread(target=self._run, name="opal-contexts", daemon=True)
@@ -108,15 +113,20 @@ class ContextFiles:
                 if (not is_due or has_failed) and not self._is_closing:
                     self._wake.wait(_RETRY_SECONDS if is_due else self._look_seconds)
                 is_closing = self._is_closing
-            has_failed = False
-            try:
-                self._look(is_last=is_closing)
-                self._work()
-            except Exception as error:  # noqa: BLE001 - tried again; the objects are only not found again
-                warnings.warn("contexts", "cannot use %s: %r", self._folder, error)
-                has_failed = True
+            steps = (partial(self._look, is_last=is_closing), self._read_due, self._write_wanted)
+            ended = [self._is_done(step) for step in steps]
+            has_failed = not all(ended)
             if is_closing:
                 return
+
+    def _is_done(self, step: Callable[[], None]) -> bool:
+        """Take one step, which another one's failure does not keep from being taken."""
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - tried again; the objects are only not found again
+            warnings.warn("contexts", "cannot use %s: %r", self._folder, error)
+            return False
+        return True
 
     def _look(self, *, is_last: bool) -> None:
         """Want again what is gone, unless the tier's directory is too: then no names are there."""
@@ -136,25 +146,34 @@ class ContextFiles:
         with self._wake:
             self._wanted.update((self._written.pop(name), None) for name in gone)
 
-    def _work(self) -> None:
+    def _read_due(self) -> None:
         with self._wake:
-            due, wanted = self._readings_due, list(self._wanted)
-        if due:
-            found = self._read_all()
-            with self._wake:
-                self._read += found
-                self._readings_due -= due
+            due = self._readings_due
+        if not due:
+            return
+        found, fault = self._read_all()
+        with self._wake:
+            self._read += found
+            self._readings_due -= due if fault is None else 0
+        if fault is not None:
+            raise fault
+
+    def _write_wanted(self) -> None:
+        with self._wake:
+            wanted = list(self._wanted)
         for context in wanted:
             self._write(context)
             with self._wake:
                 self._wanted.pop(context, None)
 
-    def _read_all(self) -> list[Context]:
+    def _read_all(self) -> tuple[list[Context], OSError | None]:
+        """What was not known yet, and why a file could not be read that may be read later."""
         found: list[Context] = []
+        fault: OSError | None = None
         try:
             names = os.listdir(self._folder)
         except FileNotFoundError:
-            return []
+            return [], None
         for name in names:
             if not is_context_file(name) or name in self._written:
                 continue
@@ -162,10 +181,15 @@ class ContextFiles:
                 context = _decode(Path(self._folder, name).read_bytes())
             except (msgspec.DecodeError, FileNotFoundError):
                 continue  # torn by a crash: the next store writes it again
+            except OSError as error:
+                self._tries[name] += 1
+                if self._tries[name] < _MOST_TRIES:
+                    fault = error  # its objects would be taken for nobody's
+                continue
             if _file_name(context) == name:
                 found.append(context)
                 self._written[name] = context
-        return found
+        return found, fault
 
     def _write(self, context: Context) -> None:
         name = _file_name(context)

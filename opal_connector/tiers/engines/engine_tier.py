@@ -17,7 +17,12 @@ from opal_connector.tiers.checks import row_check
 from opal_connector.tiers.cpu_memory import allocate_host_rows
 from opal_connector.tiers.engines.client import EngineClient, Span
 from opal_connector.tiers.engines.names import PROBE_NAME, rank_prefix, value_key
-from opal_connector.tiers.file_errors import AbandonedError, NoSpaceError, ObjectGoneError
+from opal_connector.tiers.file_errors import (
+    AbandonedError,
+    NoSpaceError,
+    ObjectGoneError,
+    RefusedError,
+)
 from opal_connector.tiers.file_names import host_digits, object_key
 from opal_connector.tiers.header_scan import batches
 from opal_connector.tiers.keyed_tier import KeyedTier, always
@@ -101,7 +106,7 @@ class EngineTier(KeyedTier):
             raise AbandonedError(key)
         with self._lock:
             if key in self._leaving:  # the removal may come after this write, and take it away
-                raise AbandonedError(key)
+                raise RefusedError(key)
             self._doubtful.discard(key)  # this write decides
         try:
             self.client.put(key, record_buffers(head, rows, tier_rows))

@@ -84,12 +84,26 @@ def test_what_cannot_be_listed_now_is_listed_later(
     world = Followed(monkeypatch, s3=broken, other=good)
     world.bus.on_drops()
     assert (world.believed("s3"), world.believed("other")) == ([OLD], [NEW])
-    assert (world.bus.failures, world.bus.resyncs) == (1, 0)
+    assert (world.bus.failures, world.bus.resyncs) == (1, 1)
     world.tick()
     assert world.believed("s3") == [NEW]
     assert (world.bus.failures, world.bus.resyncs) == (1, 1)
     world.tick()
     assert broken.listings == 2, "listed again though nothing is missing"
+
+
+def test_what_can_never_be_listed_is_tried_ever_more_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rights that allow to read and write and not to list: the bus has other things to do."""
+    refusing, good = Adapter([NEW], *[PermissionError("list")] * 600), Adapter([NEW])
+    world = Followed(monkeypatch, s3=refusing, other=good)
+    world.bus.on_drops()
+    for _ in range(600):
+        world.tick()
+    assert good.listings == 1
+    assert 10 < refusing.listings < 20
+    assert (world.bus.failures, world.bus.resyncs) == (refusing.listings, 1)
 
 
 def test_events_that_cannot_be_read_do_not_list_again_before_it_is_time(

@@ -1,5 +1,6 @@
 """The files that say what names refer to, when somebody takes them away under a running server."""
 
+import errno
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ pytest.importorskip("lmcache", reason="not installed here: scripts/test-lmcache 
 
 from l2_world import hosted, key_of, store_some, tiers_of, until
 
+from opal_connector.integrations.lmcache import contexts
 from opal_connector.integrations.lmcache.contexts import ContextFiles
 from opal_connector.integrations.lmcache.identity import Context, Layout
 from opal_connector.tiers.file_names import namespace_name
@@ -79,6 +81,32 @@ def test_an_emptied_directory_that_nobody_uses_stays_empty(tmp_path: Path) -> No
     emptied(tmp_path, but_for_the_tier=False)
     files.close()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("faults", [1, 1000])
+def test_a_file_that_cannot_be_read_takes_no_other_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: int
+) -> None:
+    """Objects of contexts that nobody has read are deleted, so it is tried again; not for ever."""
+    before = ContextFiles(tmp_path, NAMESPACE)
+    before.want([context(number) for number in range(3)])
+    before.close()
+    left = {max(tmp_path.rglob("contexts/*.json")).name: faults}
+    read_bytes = Path.read_bytes
+
+    def faulty(path: Path) -> bytes:
+        if left.get(path.name):
+            left[path.name] -= 1
+            raise OSError(errno.EIO, "input/output error")
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", faulty)
+    monkeypatch.setattr(contexts, "_RETRY_SECONDS", 0.001)
+    after = ContextFiles(tmp_path, NAMESPACE)
+    after.read_again()
+    until(lambda: after.is_read, "they are read")
+    assert len(after.take()) == (3 if faults == 1 else 2)
+    after.close()
 
 
 @pytest.mark.parametrize("memory", [None, "1MiB"])

@@ -96,7 +96,12 @@ def test_a_strangers_files_among_contexts_stay(tmp_path: Path, command: list[str
     folder = contexts(tmp_path)
     (folder / "notes").write_text("mine")
     (folder / "notes.json").write_text("mine")
+    (folder / f"{0:016x}.json").mkdir()
+    (folder / f"{0:016x}.json" / "inside").write_text("mine")
 
     facts(command[0], tmp_path, *command[1:])
 
-    assert {path.name for path in folder.iterdir()} == {"notes", "notes.json"}
+    assert {path.name for path in folder.rglob("*")} == {
+        *("notes", "notes.json"),
+        *(f"{0:016x}.json", "inside"),
+    }

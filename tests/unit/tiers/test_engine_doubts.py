@@ -14,7 +14,7 @@ from file_tier_suite import Pool, make_name
 from opal_connector.tiers.engines import EngineTier
 from opal_connector.tiers.engines.names import rank_prefix, value_key
 from opal_connector.tiers.engines.resp_doubts import Doubts
-from opal_connector.tiers.file_errors import AbandonedError
+from opal_connector.tiers.file_errors import RefusedError
 from opal_connector.tiers.file_names import object_key
 
 NAMESPACE = sha256(b"namespace").digest()
@@ -81,7 +81,7 @@ def test_what_is_stored_while_it_is_taken_back_is_there_or_failed(
     def store_again() -> None:
         try:
             Pool(ROW_BYTES).write(tier, make_name(1))
-        except AbandonedError as error:
+        except RefusedError as error:
             failed.append(error)
 
     def write_another() -> object:
@@ -109,7 +109,7 @@ def test_a_new_doubt_outlasts_the_removal_of_an_older_one(
             Pool(ROW_BYTES).write(tier, make_name(1))
         except TimeoutError:
             late.update(engine.values)
-        except AbandonedError:
+        except RefusedError:
             pass  # nothing was sent
         engine.rule = rule
 

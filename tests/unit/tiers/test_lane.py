@@ -213,3 +213,18 @@ def test_what_hangs_at_the_end_touches_nothing_afterwards(bench: Bench) -> None:
     bench.open.set()
     bench.wait(bench.returns, 1)
     assert bench.answers == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "health"),
+    [(FailureKind.DROPPED, TierHealth.OK), (FailureKind.IO, TierHealth.SUSPENDED)],
+)
+def test_what_a_tier_did_not_begin_says_nothing_of_its_medium(
+    bench: Bench, kind: FailureKind, health: TierHealth
+) -> None:
+    """A store of what is just being removed is refused; many of them are no fault of the medium."""
+    for job_id in range(10):
+        bench.lane.submit([Part(job_id, (0,), lambda _: failed_outcome((0,), kind))])
+        bench.wait(bench.returns, job_id)
+        assert bench.failure(job_id) in (kind, FailureKind.SUSPENDED)
+    assert bench.lane.health is health

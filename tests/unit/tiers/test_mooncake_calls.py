@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,6 +65,31 @@ def test_a_put_over_what_does_not_go_away_ends_by_its_deadline(
     calls = calls_on(Library(removal))
     put = threads.submit(calls.carry_out, Put("key", [Piece(0, 0, 10)], 0.1))
     assert put.result(END_SECONDS).codes == [expected]
+
+
+class SlowRemovals(Library):
+    """Its keys are gone once they were removed, which takes longer than others are waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(0)
+        self.now = 0.0
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=lambda seconds: None)
+        monkeypatch.setattr("opal_connector.mooncake_helper.calls.time", clock)
+
+    def batch_put_session_start(self, keys: list[str], sizes: list[int], config: object) -> list:
+        return [ALREADY_THERE if not self.now else REFUSED]
+
+    def batch_remove(self, keys: list[str], force: bool) -> list[int]:
+        self.now += 1.5
+        return [0]
+
+
+def test_a_put_over_what_takes_long_to_remove_is_begun_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The old value is gone: to give up then would leave neither."""
+    calls = calls_on(SlowRemovals(monkeypatch))
+    assert calls.carry_out(Put("key", [Piece(0, 0, 10)], 5.0)).codes == [REFUSED]
 
 
 def test_a_put_does_not_wait_for_another_beyond_its_deadline(threads: ThreadPoolExecutor) -> None:
